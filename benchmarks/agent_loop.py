@@ -32,9 +32,9 @@ from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsMode
 from agents.exceptions import AgentsException  # pyright: ignore[reportMissingImports]
 from openai import AsyncOpenAI, OpenAIError
 
+from modelwright.core.artifacts import RunDir, read_attempts
 from modelwright.core.records import read_records
 from modelwright.core.resources import versions
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright_agents.tool_corpus import TOOLS, ToolRequest, call_function, draw_request
 from modelwright_claims.results import circumstances
 

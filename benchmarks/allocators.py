@@ -43,13 +43,11 @@ from typing import Any
 
 import torch
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import StageDir, write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.tensor_heap import SWITCH
 from modelwright.parallel.mesh import single

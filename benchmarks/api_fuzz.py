@@ -45,8 +45,7 @@ from schemathesis.specs.openapi.checks import (
 
 from api_fuzz_hooks import MODEL_VARIABLE, WRONG_MODEL_EVERY
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import SCORE
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread

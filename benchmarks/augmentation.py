@@ -24,8 +24,7 @@ from modelwright.data.augment.related_words import DEFAULT_FOLDER
 from modelwright.data.document import Document
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model
 from modelwright.pipeline.augmenting import make_methods
 

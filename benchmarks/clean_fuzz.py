@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import template_variables
 from modelwright.data.sources.fields import SIGNIFICANT

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean.folder import read_dropped
-from modelwright.data.clean.noise import keyword_spam, menus
+from modelwright.data.clean.steps.noise import keyword_spam, menus
 from modelwright_claims.results import circumstances, machine_slug
 
 SIZES = (10_000, 100_000, 1_000_000)

@@ -24,14 +24,12 @@ from typing import Any
 import torch
 
 import decode_profile
-from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
-from modelwright.compress.integer_linear import ActivationGrid
+from modelwright.compress.int8 import ActivationGrid, Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import Kernel
 from modelwright.ops.int_grid import WeightGrid

@@ -32,21 +32,19 @@ from modelwright.compress.int8 import (
     save_grid_model,
     save_int8,
 )
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import NUM_CANDIDATES, Question, build_questions
-from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.scoring import EvaluateConfig, MultipleChoiceConfig, Scored, sequence_nats
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.exports import EXPORTS
 from modelwright.pipeline.exports.export import ExportOptions
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.stage_inputs import model_before
+from modelwright.pipeline.stages.pack import model_before
 from modelwright_claims.results import circumstances, machine_slug
 from quickstart_runs import run
 

@@ -29,16 +29,13 @@ from typing import Any
 
 import torch
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import StageDir, write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import (
     LaunchConfig,
     join_as_fits,
@@ -46,7 +43,7 @@ from modelwright.parallel.elastic import (
     serve_rendezvous,
     torchrun_environment,
 )
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

@@ -44,16 +44,15 @@ import torch._dynamo
 from torch import Tensor
 
 from gpu_check_record import Part, Record, in_order, run_part, table
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer import engine as engine_module
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.graph_decoder import BLOCK_LEN
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import parse
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import parse, read_overrides, split_settings
 from modelwright.recipes.cleaning import CleanCommandConfig
 from modelwright_claims.cleaning_scores import Result, judge_cleaning, read_spoiled
 

@@ -25,8 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
-from modelwright.compress.integer_linear import ActivationGrid, GridLinear, InputGrid
+from modelwright.compress.int8 import (
+    ActivationGrid,
+    GridLinear,
+    InputGrid,
+    Int8WeightsConfig,
+    TrainedGrid,
+    quantize_model,
+    quantize_to_grid,
+)
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
 from modelwright.infer.decode_operator import decode_operator

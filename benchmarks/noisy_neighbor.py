@@ -35,8 +35,7 @@ from urllib.parse import urlsplit
 
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineConfig
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.serve import start_server
 from modelwright.serve.config import ServeConfig

@@ -30,11 +30,10 @@ from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.recipes.load import RECIPES, recipe
-from modelwright.train.runner import WholeModel, evaluate_heldout
+from modelwright.train.objective import WholeModel, evaluate_heldout
 from modelwright_claims.results import circumstances, machine_slug
 from modelwright_claims.workbench import read_text
 from trainers.own import loader, write_batches

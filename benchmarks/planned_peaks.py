@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, read_attempts, write_atomic
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.estimate.time_budget import stage_estimates
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run_config import previous_config

@@ -54,8 +54,15 @@ from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.ppo import Ppo, PpoConfig, ValueOnTrunk, separate_value_model
-from modelwright.objectives.preference import Kto, KtoConfig, Preference, PreferenceConfig
-from modelwright.objectives.reward_model import HEAD, RewardModelConfig, RewardModeling
+from modelwright.objectives.preference import (
+    HEAD,
+    Kto,
+    KtoConfig,
+    Preference,
+    PreferenceConfig,
+    RewardModelConfig,
+    RewardModeling,
+)
 from modelwright.objectives.rollouts import HeldoutRewards, Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.mesh import single
 from modelwright.reward.build import Term, WeightedSum

@@ -13,8 +13,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.records import read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptedAnswer
 from modelwright.data.rows.loader import PackedRows

@@ -30,8 +30,7 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model, save_sequence_classifier
 from modelwright_claims.results import circumstances, machine_slug
 from tuners.task import EOS, PAD, SEED, VOCABULARY, Case, Task

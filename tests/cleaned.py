@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.folder import DROPPED, ORDER, REPORT, kept_files

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 
 
 def make_config(**changes: Any) -> ModelConfig:

@@ -19,10 +19,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.ppo import Ppo, PpoConfig, SeparateValueModel, ValueOnTrunk
-from modelwright.objectives.reward_model import HEAD
+from modelwright.objectives.preference import HEAD
 from modelwright.objectives.rollouts import HeldoutRewards, Rollout, RolloutConfig, RolloutWorker, heldout_batch
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.reward.build import Term, WeightedSum
 from modelwright.reward.reward import Sample, Score
 from modelwright.train.frozen_model import FrozenModel

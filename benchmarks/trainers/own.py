@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken

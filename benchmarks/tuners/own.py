@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import parse
 from modelwright.core.records import read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.loader import PackedLoader, PackedRows
@@ -19,8 +19,7 @@ from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.grpo import Grpo, GrpoConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.ppo import Ppo, PpoConfig, separate_value_model
-from modelwright.objectives.preference import Preference, PreferenceConfig
-from modelwright.objectives.reward_model import ModelReward, load_reward_model
+from modelwright.objectives.preference import ModelReward, Preference, PreferenceConfig, load_reward_model
 from modelwright.objectives.rollouts import HeldoutRewards, RolloutWorker
 from modelwright.parallel.mesh import single
 from modelwright.reward.build import Term, WeightedSum

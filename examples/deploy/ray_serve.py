@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
-from modelwright.serve.application import Application
+from modelwright.core.config import ConfigError, parse
 from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
+from modelwright.serve.server import Application
 
 if TYPE_CHECKING:
     from ray.serve import Application as RayApplication

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 
 import modelwright as mw
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import StageDir
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import join_world
 from modelwright.train.config import TrainConfig

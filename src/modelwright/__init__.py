@@ -23,10 +23,21 @@ from modelwright.core import VERSION
 from modelwright.core.library_environment import prepare
 
 if TYPE_CHECKING:
-    from modelwright.core.errors import ConfigError, ModelwrightError
+    from modelwright.core.config import ConfigError, ModelwrightError
     from modelwright.recipes.cleaning import clean
-    from modelwright.recipes.models import ComparedModels, Model, compare, evaluate, export, load, serve
-    from modelwright.recipes.runs import Run, align, finetune, run
+    from modelwright.recipes.models import (
+        ComparedModels,
+        Model,
+        Run,
+        align,
+        compare,
+        evaluate,
+        export,
+        finetune,
+        load,
+        run,
+        serve,
+    )
     from modelwright.recipes.show import show
     from modelwright.recipes.watch import TrainingStep
     from modelwright.train.build import train as train_model
@@ -62,8 +73,8 @@ _EXPORTS = {
     "clean": ("modelwright.recipes.cleaning", "clean"),
     "TrainingStep": ("modelwright.recipes.watch", "TrainingStep"),
     "show": ("modelwright.recipes.show", "show"),
-    **{name: ("modelwright.core.errors", name) for name in ("ConfigError", "ModelwrightError")},
-    **{name: ("modelwright.recipes.runs", name) for name in ("Run", "align", "finetune", "run")},
+    **{name: ("modelwright.core.config", name) for name in ("ConfigError", "ModelwrightError")},
+    **{name: ("modelwright.recipes.models", name) for name in ("Run", "align", "finetune", "run")},
     **{
         name: ("modelwright.recipes.models", name)
         for name in ("ComparedModels", "Model", "compare", "evaluate", "export", "load", "serve")

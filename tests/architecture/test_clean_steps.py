@@ -11,7 +11,7 @@ import pytest
 
 from cleaned import result_files
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.extensions import NoSettings
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import config as clean_config

@@ -24,12 +24,11 @@ import tiny_run
 
 from distributed import run_distributed, start_distributed
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, UNDIVIDED_GRADIENTS
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import Runtime, StepInfo, Technique, TechniqueBuilder, Update
 

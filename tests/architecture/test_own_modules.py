@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from distributed import run_distributed, start_distributed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.objectives.next_token import numbered_batches
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import Objective, Terms, forward
 from modelwright.train.technique import StepInfo, Technique

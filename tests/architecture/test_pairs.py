@@ -19,10 +19,8 @@ import torch
 
 from covering_array import Pair, covering_array, pairs_of
 from distributed import run_distributed
-from modelwright.core.config import is_constant, parse
-from modelwright.core.errors import ConfigError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.core.config import ConfigError, is_constant, parse
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train import parallelize, trainer
 from modelwright.train.config import TrainConfig
 from training_switches import BASE, LAYOUTS, STRATEGIES, SWITCHES, dotted, refusal, train

@@ -11,7 +11,7 @@ import modelwright
 PACKAGE = Path(modelwright.__file__).parent
 LINE_WRITERS = {
     "core/records.py": "metrics of every step, and events",
-    "core/rundir.py": "the lock of a run",
+    "core/artifacts.py": "the lock of a run",
     "evaluate/suite.py": "results for each document and question, written once",
     "pipeline/cleaning.py": "the quarantine of records, written anew by every reading",
     "pipeline/runner.py": "log.txt, which is not JSON",

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import RunDir, read_attempts, read_manifest
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir, read_attempts
 from rank_processes import Started, start_process
 
 COMMAND = Path(__file__).parent / "stage_package" / "command.py"

@@ -29,10 +29,8 @@ from modelwright.core.compatibility import (
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
 )
-from modelwright.core.config import digest, dump, load_yaml, parse
-from modelwright.core.errors import ConfigError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.core.config import ConfigError, digest, dump, load_yaml, parse
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.train.config import SHARED_MEMORY, TrainConfig, check_layout
@@ -43,7 +41,7 @@ PACKAGE = '''
 from dataclasses import dataclass
 import torch
 from modelwright.core.compatibility import WHOLE_MODEL
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.parallel.gradient_sync import AllReduceSync
 from modelwright.parallel.strategy import AllReduce, StrategySpec
 from modelwright.train.outside import TechniqueSpec

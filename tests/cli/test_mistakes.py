@@ -64,7 +64,7 @@ def test_chat_takes_the_temperatures_that_the_server_takes(capsys: pytest.Captur
 
 
 def test_a_place_that_cannot_be_written_is_not_blamed_on_an_option_that_is_missing(tmp_path: Path):
-    from modelwright.core.errors import StorageError, writing
+    from modelwright.core.artifacts import StorageError, writing
 
     with pytest.raises(StorageError) as caught, writing(tmp_path):
         raise PermissionError(13, "Permission denied")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.pipeline.stages.init import save_model_folder
 from rank_processes import Started, start_process
 

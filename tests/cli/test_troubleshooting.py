@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 import modelwright
-from modelwright.pipeline.report.learning import EVENT_KINDS
-from modelwright.serve.ab.state import GUARDS, REASONS
+from modelwright.pipeline.report.results import EVENT_KINDS
+from modelwright.serve.ab.experiment import GUARDS, REASONS
 from modelwright.serve.engines.client import ENGINE_LOSSES, EngineEnd
 from modelwright_continual.drift.features import ALARMS, EMBEDDING, FEATURES
 

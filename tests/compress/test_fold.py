@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_batch_norms, fold_norms, norm_readers
-from modelwright.compress.int8 import TrainedGrid
-from modelwright.compress.integer_linear import GridLinear
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
-from modelwright.model.decoder import Decoder, RMSNorm
+from modelwright.compress.int8 import GridLinear, TrainedGrid
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, ModelConfig, NormConfig, RMSNorm
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.model.vision.classifier import BatchNorm, ImageClassifier
 from modelwright.model.vision.config import ResNetConfig, VisionConfig

@@ -19,7 +19,7 @@ from gguf_models import EXPORTED, model_folder
 from hf_folders import VOCAB_SIZE, write_folder
 from modelwright.compress.gguf import GgufFormat, architecture_of, export_gguf
 from modelwright.compress.gguf_vocabulary import TokenKind, pre_tokenizer_name, read_vocabulary
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_config, load_model, type_of

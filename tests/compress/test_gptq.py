@@ -9,15 +9,17 @@ import torch
 
 from modelwright.compress.gptq import DAMPING, LayerError, gptq, quantize_layer
 from modelwright.compress.int8 import (
+    Int8Embedding,
+    Int8Linear,
     Int8WeightsConfig,
     TrainedGrid,
     choose_backend,
     load_int8,
+    quantize_rows,
     quantize_to_grid,
     save_grid_model,
 )
-from modelwright.compress.integer_linear import Int8Embedding, Int8Linear, quantize_rows
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.train.objective import forward

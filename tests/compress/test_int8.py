@@ -7,20 +7,22 @@ import pytest
 import torch
 
 from modelwright.compress.int8 import (
+    Int8Linear,
     Int8WeightsConfig,
+    int8_linear_naive,
     is_int8_folder,
     load_int8,
     quantize_model,
+    quantize_rows,
     save_int8,
+    usable_backends,
     weight_bytes,
 )
-from modelwright.compress.integer_linear import Int8Linear, int8_linear_naive, quantize_rows, usable_backends
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.pipeline.stages.quantize import compare
 
 BACKENDS = usable_backends()

@@ -7,10 +7,9 @@ import tiny_run
 import torch
 
 from modelwright.compress.prune import check_part, even_layers, input_moments, prune
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, ModelConfig
 
 TEACHER = replace(
     tiny_run.SHAPE,

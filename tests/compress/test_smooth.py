@@ -8,8 +8,7 @@ import torch
 
 from modelwright.compress.fold import smoothed
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, NormConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, NormConfig
 from modelwright.train.objective import forward
 
 SHAPES = {

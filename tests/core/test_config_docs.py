@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from modelwright.core.config import constant, difference, digest, dump, merge, parse
+from modelwright.core.config import ConfigError, constant, difference, digest, dump, merge, parse
 from modelwright.core.config_docs import annotated_yaml, defaults_of, settings_of
-from modelwright.core.errors import ConfigError
 from modelwright.pipeline.run_config import run_schema
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.artifacts import (
+    ArtifactError,
+    StorageError,
     is_finished,
     parse_manifest,
     read_manifest,
     verify_if_artifact,
     write_artifact,
     write_atomic,
+    writing,
 )
-from modelwright.core.errors import ArtifactError, StorageError, writing
 
 
 def make(folder: Path, text: str = "content") -> None:

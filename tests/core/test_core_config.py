@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from modelwright.core.config import digest, dump, load_yaml, merge, parse, parse_scalar, save_yaml, set_dotted
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import save_yaml
+from modelwright.core.config import ConfigError, digest, dump, load_yaml, merge, parse, parse_scalar, set_dotted
 from refusals import config_error
 
 

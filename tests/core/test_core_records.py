@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+from modelwright.core.config import derive_seed
 from modelwright.core.records import Recorder, column, read_records, summarize
 from modelwright.core.resources import ResourceUse, hardware, versions
-from modelwright.core.seeds import derive_seed
 from modelwright.core.sinks import MetricSink, Tracking
 
 

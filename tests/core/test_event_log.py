@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.core.records import EventLog, read_records
 
 WRITER = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import installed
 
 GROUP = "modelwright.tests_of_extensions"

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core import extras
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core import config as extras
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import RECIPES, recipe
@@ -37,7 +36,7 @@ def requirements(extra: str) -> set[str]:
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Some extras, or all of the list, are not installed."""
-    hidden = {module for name in names or extras.MODULES for module in extras.MODULES[name]}
+    hidden = {module for name in names or extras.EXTRA_MODULES for module in extras.EXTRA_MODULES[name]}
     find_spec = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda module: None if module in hidden else find_spec(module))
 
@@ -46,11 +45,11 @@ def test_the_core_has_few_dependencies() -> None:
     assert len(PROJECT["dependencies"]) <= 14
 
 
-@pytest.mark.parametrize("name", extras.MODULES)
+@pytest.mark.parametrize("name", extras.EXTRA_MODULES)
 def test_an_extra_brings_its_modules(name: str) -> None:
     brought = {re.sub(r"[-_.]+", "-", one) for one in requirements(name)}
     owners = packages_distributions()
-    for module in extras.MODULES[name]:
+    for module in extras.EXTRA_MODULES[name]:
         distributions = {re.sub(r"[-_.]+", "-", one).lower() for one in owners.get(module, ())}
         assert not distributions or distributions & brought, f"{module} is not a part of {name}"
         assert extras.is_installed(name) or not distributions
@@ -111,7 +110,7 @@ def test_the_smallest_recipe_and_finetuning_need_no_extra(monkeypatch: pytest.Mo
 def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
     """In a process that cannot find what the extras bring: everything that a run, a fine-tuning or a chat imports."""
     names = [
-        "cli.main", "recipes.models", "recipes.runs", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
+        "cli.main", "recipes.models", "pipeline.run", "pipeline.stages.specs", "pipeline.exports",
         "pipeline.harness", "serve.config", "serve.terminal", "data.augment.augmenter", "objectives.grpo",
     ]  # fmt: skip
     code = (
@@ -125,13 +124,13 @@ def test_no_module_of_an_extra_is_imported_by_the_commands() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-1500:]
-    optional = {module for modules in extras.MODULES.values() for module in modules} - {"huggingface_hub"}
+    optional = {module for modules in extras.EXTRA_MODULES.values() for module in modules} - {"huggingface_hub"}
     assert not optional & set(json.loads(done.stdout))
 
 
 def test_the_modules_of_extras_are_imported_where_they_are_used() -> None:
     """At the top of a module only in the packages that nothing of the core imports: the server's."""
-    optional = {module for name in extras.MODULES for module in extras.MODULES[name]}
+    optional = {module for name in extras.EXTRA_MODULES for module in extras.EXTRA_MODULES[name]}
     found = {
         path.relative_to(ROOT / "src/modelwright").as_posix()
         for path in (ROOT / "src/modelwright").rglob("*.py")

@@ -41,7 +41,7 @@ def result_of(code: str, hub: Hub, home: Path, **environment: str) -> subprocess
 
 MODEL = """
 import sys
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.hub import model_folder, name_of
 try:
     folder = model_folder(sys.argv[1] if len(sys.argv) > 1 else {name!r})
@@ -84,7 +84,7 @@ def test_what_cannot_be_had_is_one_line(hub: Hub, tmp_path: Path, name: str, cha
 DATA = """
 import sys
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 report = SourceReport()
 config = SourceConfig(sources=({source!r},), validation_fraction=0.0)
 try:
@@ -114,7 +114,7 @@ def test_a_source_of_another_form_is_refused(hub: Hub, tmp_path: Path, source: s
 
 UPLOAD = """
 from pathlib import Path
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.hub import upload
 try:
     upload(Path({folder!r}), {name!r}, overwrite={overwrite})

@@ -5,9 +5,7 @@ from typing import Literal
 
 import pytest
 
-from modelwright.core.config import constant, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import all_paths, read_overrides, split_words
+from modelwright.core.config import ConfigError, all_paths, constant, parse, read_overrides, split_words
 from refusals import config_error
 
 

@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from modelwright.core.config import parse, parse_count, parse_quantity
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse, parse_count, parse_quantity
 
 
 @dataclass(frozen=True, kw_only=True)

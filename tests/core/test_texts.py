@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.texts import did_you_mean, hub_hint, nearest
+from modelwright.core.config import did_you_mean, hub_hint, nearest
 
 
 def test_the_nearest_name_or_none():

@@ -19,7 +19,7 @@ import yaml
 import augment_texts
 import wordnet_subset
 from augment_promises import ANSWERS, check_promises, renamed
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.augment import masked_replacement, related_words
 from modelwright.data.augment.augmentation import Augmentation, find_words
 from modelwright.data.augment.back_translation import EndpointConfig

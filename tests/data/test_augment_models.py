@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 
 import augment_texts
 from marian_folders import write_marian
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.augment import back_translation as translators
 from modelwright.data.augment.augmentation import find_words
 from modelwright.data.augment.back_translation import (

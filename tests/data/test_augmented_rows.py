@@ -16,17 +16,16 @@ import pytest
 import torch
 
 from global_batches import rows_read
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.config import parse
-from modelwright.core.errors import ArtifactError
 from modelwright.data.augment.augmenter import Augmenter, CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.ahead import AHEAD, AugmentedLoader
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig
-from modelwright.data.rows.origins import Origin, RowOrigins
-from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
-from modelwright.pipeline.config import AugmentationConfig
+from modelwright.data.rows.pack import Origin, PackConfig, RowOrigins, TokenSequence, pack
+from modelwright.pipeline.stage import AugmentationConfig
 from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength
 from refusals import config_error

@@ -8,7 +8,7 @@ import pytest
 
 import augment_texts
 from added_package import add_package
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.augment.augmentation import repair_articles
 from modelwright.data.augment.augmenter import Augmenter
 from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos, neighbors
@@ -17,7 +17,7 @@ from modelwright.data.augment.random_deletion import RandomDeletionConfig, rando
 from modelwright.data.augment.sentence_shuffle import shuffle_sentences
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
 from modelwright.data.document import Document
-from modelwright.pipeline.config import AugmentationConfig
+from modelwright.pipeline.stage import AugmentationConfig
 from refusals import config_error
 
 METHODS = [keyboard_typos(KeyboardTyposConfig(fraction=0.2)), random_deletion(RandomDeletionConfig(fraction=0.2))]

@@ -9,8 +9,16 @@ from collections import Counter
 import pytest
 
 from modelwright.data.document import Document
-from modelwright.data.sources.docstrings import Docstring, docstrings_of_compiled, docstrings_of_source
-from modelwright.data.sources.stdlib_corpus import MAX_ANSWER_CHARS, answer, machine_corpus, question, split_of
+from modelwright.data.sources.stdlib_corpus import (
+    MAX_ANSWER_CHARS,
+    Docstring,
+    answer,
+    docstrings_of_compiled,
+    docstrings_of_source,
+    machine_corpus,
+    question,
+    split_of,
+)
 
 FRACTION = 0.01
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chat_templates import CALL, HERMES, MARKED, TOOL_CHAT, WEATHER, chatml_tokenizer
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.tokenizer.chat import ChatTemplate, any_of
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 

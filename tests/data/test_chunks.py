@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.rows.origins import row_score, row_source
-from modelwright.data.rows.pack import PackConfig, TokenSequence, chunks, pack
+from modelwright.data.rows.pack import PackConfig, TokenSequence, chunks, pack, row_score, row_source
 from refusals import config_error
 
 EOS = 1

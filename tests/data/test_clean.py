@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps

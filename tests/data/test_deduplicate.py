@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import deduplicate
 from modelwright.data.clean.clean import clean_documents

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document

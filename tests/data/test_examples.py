@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.core.config import parse
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import REPORT, read_kept

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.sources.forms import FORMS_OF_RECORDS, UNPAIRED
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

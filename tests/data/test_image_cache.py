@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.config import parse
-from modelwright.core.errors import ArtifactError
 from modelwright.data.images.store import BLOCK_CHECKSUMS, FILE, INDEX, OFFSETS, ImageStore, image_layout, write_images
 from modelwright.data.rows.ahead import ImagesAhead, LookaheadLoader, images_of, own_images
 from modelwright.data.rows.cache import row_cache

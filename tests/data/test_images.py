@@ -17,7 +17,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image, ImageFile
 
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import deduplicate
 from modelwright.data.clean.clean import clean_documents

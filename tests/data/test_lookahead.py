@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from modelwright.core.artifacts import ArtifactError
 from modelwright.core.config import parse
-from modelwright.core.errors import ArtifactError
 from modelwright.data.rows.ahead import LookaheadLoader
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.cache.layout import ColdStore, RowLayout

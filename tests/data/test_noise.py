@@ -12,23 +12,24 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import noise as noise_classifier
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped
-from modelwright.data.clean.noise import (
+from modelwright.data.clean.report import CleanReport
+from modelwright.data.clean.steps import noise as noise_classifier
+from modelwright.data.clean.steps.noise import (
     TEST_CORRUPTIONS,
     TRAINING_CORRUPTIONS,
     Corruption,
     LinearClassifier,
+    NoiseConfig,
     NoiseModel,
+    heldout_report,
     layout_of,
     threshold_for,
 )
-from modelwright.data.clean.report import CleanReport
-from modelwright.data.clean.steps.noise import NoiseConfig, heldout_report
 from modelwright.data.document import Document
 from modelwright.pipeline.cleaning import noise_warnings
 from refusals import config_error

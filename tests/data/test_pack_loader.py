@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, best_fit, pack, pieces

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 

@@ -16,7 +16,7 @@ from modelwright.data.clean.patterns import KINDS, Finding
 from modelwright.data.clean.steps import privacy
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
-from modelwright.pipeline.report import corpus
+from modelwright.pipeline.report import page as corpus
 from personal_data import score
 from personal_data_set import Example, labeled, negatives
 from refusals import config_error

@@ -8,14 +8,19 @@ import pytest
 
 from modelwright.data.clean.fingerprints import fingerprints
 from modelwright.data.document import Document
-from modelwright.data.sources.docstrings import (
+from modelwright.data.sources.stdlib_corpus import (
     Docstring,
+    Pair,
+    arguments_pair,
     docstrings_of_compiled,
     docstrings_of_source,
+    error_pair,
+    example_pair,
+    name_pair,
+    pair,
     parameters_of,
     parameters_of_signature,
 )
-from modelwright.data.sources.stdlib_corpus import Pair, arguments_pair, error_pair, example_pair, name_pair, pair
 
 COPY = Docstring(
     "shutil", "shutil.copytree", "function", "Recursively copy a directory tree.", ("src", "dst", "deep=True")

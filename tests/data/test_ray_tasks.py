@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cleaned import result_files
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
@@ -28,7 +28,7 @@ import os, signal, sys
 from dataclasses import dataclass
 from pathlib import Path
 from test_ray_tasks import KilledOnce, clean
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.clean import deduplicate
 from modelwright.data.workers import RayTasks
 from watched_engine import WatchedEngine

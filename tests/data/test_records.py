@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from chat_templates import CALL, TOOL_CHAT, WEATHER
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.clean.fingerprints import identity
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document

@@ -15,7 +15,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from modelwright.core.errors import ArtifactError, ConfigError, StorageError
+from modelwright.core.artifacts import ArtifactError, StorageError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.ahead import LookaheadLoader
 from modelwright.data.rows.cache import row_cache
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, NUM_TRIES, ColdStore, RowLayout, damaged

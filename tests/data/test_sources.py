@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.sources import readers
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

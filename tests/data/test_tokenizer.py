@@ -13,7 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, unshield
 from modelwright.data.tokenizer.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from refusals import config_error

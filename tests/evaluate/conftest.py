@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 
 
 class ByteTokenizer:

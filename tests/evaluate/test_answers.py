@@ -9,12 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from chat_templates import HERMES, TOOL_CHAT, WEATHER, chatml_tokenizer
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document, join_turns
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import Scored, answer_text, score_answers, sequence_nats, summarize_answer_scores
+from modelwright.evaluate.scoring import (
+    EvaluateConfig,
+    Scored,
+    answer_text,
+    score_answers,
+    sequence_nats,
+    summarize_answer_scores,
+)
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from tiny_decoder import make_decoder

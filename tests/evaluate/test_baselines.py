@@ -9,7 +9,7 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import EvaluateConfig
 from modelwright.evaluate.suite import (
     DISCOUNTS,
     bigram_table,

@@ -5,8 +5,13 @@ import pytest
 import torch
 
 from modelwright.core.progress import SilentProgress
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import bootstrap_ratio, score_documents, select_documents, summarize_scores
+from modelwright.evaluate.scoring import (
+    EvaluateConfig,
+    bootstrap_ratio,
+    score_documents,
+    select_documents,
+    summarize_scores,
+)
 from modelwright.model.decoder import Decoder
 
 

@@ -7,7 +7,6 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
-from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import (
     Similarity,
     answer_questions,
@@ -16,6 +15,7 @@ from modelwright.evaluate.multiple_choice import (
     summarize_answers,
     words_of,
 )
+from modelwright.evaluate.scoring import EvaluateConfig, MultipleChoiceConfig
 from refusals import config_error
 
 WORDS = ["copy", "move", "read", "write", "tree", "list", "file", "node", "edge", "path", "cache", "lock", "queue"]

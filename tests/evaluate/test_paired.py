@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from modelwright.evaluate.records import RecordScores
-from modelwright.evaluate.statistics import compare_scores, perplexities
+from modelwright.evaluate.scoring import RecordScores, compare_scores, perplexities
 
 
 def scores(nats, *, tokens=None, correct=(), numbers=()) -> RecordScores:

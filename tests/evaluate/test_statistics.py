@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from modelwright.evaluate.statistics import log10_binomial_tail, log10_sign_test, wilson_interval
+from modelwright.evaluate.scoring import log10_binomial_tail, log10_sign_test, wilson_interval
 
 
 def test_wilson_interval_against_published_values() -> None:

@@ -7,7 +7,7 @@ import torch
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
+from modelwright.evaluate.scoring import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.suite import compare_evaluations, evaluate_model
 
 CONFIG = EvaluateConfig(bootstrap_resamples=20, multiple_choice=MultipleChoiceConfig(num_questions=8))

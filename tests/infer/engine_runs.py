@@ -6,8 +6,7 @@ from typing import Any
 
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 
 VOCAB_SIZE = 97
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, num_logprobs=2)

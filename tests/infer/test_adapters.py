@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapter_bank import load_adapters

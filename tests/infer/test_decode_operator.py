@@ -12,15 +12,13 @@ import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
-from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
-from modelwright.compress.integer_linear import ActivationGrid
+from modelwright.compress.int8 import ActivationGrid, Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
 from modelwright.core.library_environment import LOWER
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder, Linear
+from modelwright.model.decoder import AttentionConfig, Decoder, Linear
 from modelwright.model.hf import load_model
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops import cpu_kernels

@@ -10,8 +10,7 @@ from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.products import HEAD_KINDS, fastest_head_kind, head_of, stable_row_multiple
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from naive_generation import generate_naive
 from refusals import config_error
 

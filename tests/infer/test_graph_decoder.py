@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from infer.engine_runs import GREEDY, answer, drain, make_engine, make_model, tokens
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer import engine as engine_module
 from modelwright.infer.graph_decoder import GraphDecoder, graph_decoder
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.sequence import DecodeRow, Sequence
-from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder
 from modelwright.ops.attention import masked_attention_naive
 from modelwright.ops.flex_attention import fused_paged_attention, paged_block_mask
 from tolerances import TOLERANCES

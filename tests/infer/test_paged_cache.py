@@ -5,7 +5,7 @@ one after the other.
 import torch
 
 from modelwright.infer.kv_cache import PagedCache
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=8, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, ffn_dim=16, head_dim=4, max_seq_len=32

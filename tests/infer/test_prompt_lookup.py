@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from infer.engine_runs import VOCAB_SIZE, alone, answer, drain, make_engine, make_model, tokens
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.products import stable_row_multiple
 from modelwright.infer.sequence import LONGEST_MATCH, SHORTEST_MATCH, NgramIndex, SamplingParams
-from modelwright.model.config import AttentionConfig
+from modelwright.model.decoder import AttentionConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from refusals import config_error
 

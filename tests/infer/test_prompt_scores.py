@@ -8,8 +8,7 @@ import torch
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump, parse
 from modelwright.model.adapters import (
     ADAPTER,
     adapters_of,
@@ -20,8 +19,7 @@ from modelwright.model.adapters import (
     remove_adapters,
 )
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import AttentionConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder
 from modelwright.model.low_rank import AdapterConfig
 from refusals import config_error
 from tiny_decoder import make_decoder

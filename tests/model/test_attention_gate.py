@@ -17,8 +17,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapters import projection_sizes
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import AttentionGate, ModelConfig
-from modelwright.model.decoder import Decoder, Linear
+from modelwright.model.decoder import AttentionGate, Decoder, Linear, ModelConfig
 from modelwright.model.hf import load_model, save_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.parallel.mesh import World, single

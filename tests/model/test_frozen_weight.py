@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from largest_output import largest_tensor
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.model.adapters import attach_adapters, base_fingerprint
 from modelwright.model.low_rank import AdapterConfig, FrozenWeight, PackedFormat, pack
 from modelwright.ops.lowp_linear import in_float

@@ -20,8 +20,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.adapters import projection_sizes
 from modelwright.model.attention import causal_attend, packed_attend
-from modelwright.model.config import AttentionConfig, ModelConfig
-from modelwright.model.decoder import Attend, AttentionSpec, Decoder
+from modelwright.model.decoder import Attend, AttentionConfig, AttentionSpec, Decoder, ModelConfig
 from modelwright.model.head_selection import BUDGET_WEIGHT, auxiliary_losses, decisions_seen
 from modelwright.model.hf import deferred_model, load_model, save_model
 from modelwright.ops.attention import document_mask, masked_attention_naive

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ModelError, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ModelError
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import config_from_hf, hf_config, load_config, load_model, save_model
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES

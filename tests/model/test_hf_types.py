@@ -10,8 +10,7 @@ import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.model.attention import causal_attend, packed_attend
-from modelwright.model.config import AttentionConfig, FeedForwardConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig
 from modelwright.model.hf import hf_tensors, load_config, load_model, save_model, type_of
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from tolerances import TOLERANCES

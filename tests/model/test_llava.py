@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model

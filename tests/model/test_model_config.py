@@ -2,10 +2,8 @@
 
 import pytest
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
-from modelwright.model.decoder import Decoder
+from modelwright.core.config import ConfigError, dump, parse
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from tiny_decoder import make_config
 

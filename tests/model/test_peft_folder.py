@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_folders import write_folder
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.adapters import adapters_of, attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder

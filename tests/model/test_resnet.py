@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.vision.classifier import (
     BatchNorm,
     Convolution,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.model.hf import StoredWeights, deferred_model, load_config, load_model, save_model, stored_dtype
 from rank_processes import fork_context
 from tiny_decoder import make_decoder

@@ -11,11 +11,10 @@ import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
 from modelwright.compress.int8 import Int8WeightsConfig, load_int8, quantize_model, save_int8
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.products import fastest_head_kind, head_of
 from modelwright.model.attention import causal_attend, packed_attend
-from modelwright.model.config import NormConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, NormConfig
 from modelwright.model.hf import config_from_hf, hf_config, load_config, load_model, save_model
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.llama import LLAMA

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import (
     load_vision_tower,

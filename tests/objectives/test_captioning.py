@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
@@ -21,8 +20,7 @@ from modelwright.model.vision.folders import save_vision_tower
 from modelwright.model.vision.llava import IMAGES, ImagePrefix
 from modelwright.model.vision.vit import VisionTower
 from modelwright.objectives.captioning import LOSS, CaptionConfig, Captioning, image_numbers
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
 from modelwright.train.precision.policy import ALWAYS_FP32

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, write_images
 from modelwright.data.rows.batch import TokenBatch
@@ -21,8 +20,7 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.contrastive import CONTRASTIVE, MAX_SCALE, AlignConfig, Contrastive, LearnedScale
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import forward
 from refusals import config_error

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from distributed import run_distributed, start_distributed
 from hf_folders import write_folder
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.decoder import Attend, Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.objectives import teacher as teachers
 from modelwright.objectives.distillation import (
@@ -30,8 +29,7 @@ from modelwright.objectives.distillation import (
 from modelwright.objectives.teacher import LOG_PROBS, TeacherCache, TeacherModel, num_relation_heads
 from modelwright.ops.attention_divergence import relation_loss_naive
 from modelwright.ops.distillation_loss import DivergenceKind, distillation_loss_naive
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.objective import forward
 from modelwright.train.technique import Technique, Update
 from refusals import config_error

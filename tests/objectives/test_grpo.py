@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.advantages import differs, group_advantages, group_stds

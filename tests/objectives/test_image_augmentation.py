@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.objectives.image_batches import Augmented, ImageAugmentation, ImageAugmentationConfig
 from modelwright.ops.image_augment import soft_target
 

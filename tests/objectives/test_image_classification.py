@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed, start_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.images import store as image_store
 from modelwright.data.images.decode import encode
 from modelwright.data.images.store import ImageStore, LabeledImages, image_layout, write_images, write_labels
@@ -42,11 +41,9 @@ from modelwright.objectives.image_classification import (
     carrier,
     quantization_of,
 )
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
-from modelwright.train.objective import forward
-from modelwright.train.runner import HeldoutBatches
+from modelwright.train.objective import HeldoutBatches, forward
 from modelwright.train.technique import StepInfo, Technique, TechniqueBuilder
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 from own_tiers import wait_for_expected

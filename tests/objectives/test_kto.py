@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 import preference_rows
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.preference import Kto, KtoConfig
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
-from modelwright.train.objective import TermSums, forward
-from modelwright.train.runner import LaidOutForward, WholeModel
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
+from modelwright.train.objective import LaidOutForward, TermSums, WholeModel, forward
 
 BETA, NUM_ANSWERS = 0.3, 12
 CONFIG = parse(KtoConfig, {"beta": BETA, "desirable_weight": 1.2, "undesirable_weight": 0.7})

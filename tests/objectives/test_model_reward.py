@@ -9,7 +9,7 @@ from torch import nn
 import tiny_rollouts
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_sequence_classifier, save_sequence_classifier
-from modelwright.objectives.reward_model import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
+from modelwright.objectives.preference import MODEL_REWARDS, reward_model_folders, with_folder, without_folder
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
 from refusals import config_error

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.objective import forward
 

@@ -29,8 +29,7 @@ from modelwright.objectives.distillation import (
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.objectives.teacher import TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import Technique, Update
 from refusals import config_error

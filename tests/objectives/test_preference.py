@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import preference_rows
-from modelwright.core.config import parse, unused_settings
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse, unused_settings
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.decoder import Decoder

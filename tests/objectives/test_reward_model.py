@@ -11,21 +11,14 @@ import transformers
 from torch import Tensor
 
 import preference_rows
-from modelwright.core.config import parse
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError, parse
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model, save_sequence_classifier
-from modelwright.objectives.reward_model import (
-    HEAD,
-    RewardModelConfig,
-    RewardModeling,
-    load_reward_model,
-    reward_model,
-)
+from modelwright.objectives.preference import HEAD, RewardModelConfig, RewardModeling, load_reward_model, reward_model
 from modelwright.train.build import attach_modules
 from modelwright.train.objective import TermSums, forward
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import tiny_rollouts
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
@@ -21,13 +22,11 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import AdapterConfig, BaseFormat
 from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.rollouts import Rollout, RolloutWorker, gather_rows, rollout_metrics, share, shown
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, single
 from modelwright.reward.build import Term, WeightedSum
-from modelwright.train.objective import ModelLayout
+from modelwright.train.objective import Executor, ModelLayout
 from modelwright.train.parallelize import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runner import Executor
 
 FP32 = PrecisionConfig(policy="fp32")
 

@@ -13,8 +13,7 @@ from torch import Tensor
 import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.compatibility import WHOLE_ROWS
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import decoders_in
@@ -22,9 +21,8 @@ from modelwright.model.hf import save_model, save_sequence_classifier
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.model.peft_folder import save_adapter
 from modelwright.objectives.ppo import VALUE, PpoConfig, separate_value_model
-from modelwright.objectives.reward_model import HEAD
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.objectives.preference import HEAD
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import attach_modules
 from modelwright.train.config import check_layout
 from modelwright.train.frozen_model import FrozenModel

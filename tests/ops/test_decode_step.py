@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.compress.integer_linear import (
+from modelwright.compress.int8 import (
     ActivationGrid,
     GridLinear,
     InputGrid,
@@ -17,7 +17,7 @@ from modelwright.compress.integer_linear import (
     int8_linear_naive,
     quantize_rows,
 )
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.library_environment import LOWER, lowered
 from modelwright.ops import cpu_kernels
 from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.resources import OtherProcesses, num_usable_cores
 from modelwright.ops.microbenchmark import (
     Undisturbed,

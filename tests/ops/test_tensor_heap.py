@@ -9,7 +9,7 @@ from typing import Any
 import heap_process
 import pytest
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.ops import tensor_heap
 from modelwright.ops.tensor_heap import SWITCH, built
 from rank_processes import all_well, start_process, wait_for

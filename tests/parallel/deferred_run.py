@@ -10,8 +10,7 @@ import torch
 
 from modelwright.core.config import parse
 from modelwright.model.hf import StoredWeights, deferred_model, load_model
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 
 
 def train_from(

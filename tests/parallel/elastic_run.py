@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import join_as_fits, num_restarts
+from modelwright.parallel.mesh import ParallelConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import tiny_run

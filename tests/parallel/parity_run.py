@@ -11,8 +11,7 @@ import torch
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import deferred_model
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 
 
 @dataclass(frozen=True, kw_only=True)

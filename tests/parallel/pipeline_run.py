@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 
 STEPS = 3
 

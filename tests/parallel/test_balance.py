@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
+from modelwright.model.decoder import Decoder, ModelConfig
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.parallel.pipeline.balance import (
     LayerCosts,
     LoadBalanceConfig,

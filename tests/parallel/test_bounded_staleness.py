@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.parallel.gradient_sync import AllReduceSync
 from modelwright.parallel.mesh import World, duplicate_group, single
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig

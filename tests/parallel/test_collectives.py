@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distributed import hosts_of, run_distributed, start_distributed
 from link_cases import renumbered, uniform
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.parallel.mesh import World
 from modelwright.parallel.topology import algorithms
 from modelwright.parallel.topology.algorithms import (

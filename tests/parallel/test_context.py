@@ -10,9 +10,8 @@ from distributed import run_distributed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import AttentionSpec
 from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context_parallel import local_spans, shard_sequence
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.parallel.mesh import ContextAttention, ParallelConfig, World, build_mesh, single
 from parallel.axis_cases import RANKS, ROW_LEN, Results, rows
 from refusals import config_error
 

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.parallel import elastic
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import LaunchConfig, fit, num_used, torchrun_environment, torchrun_options
+from modelwright.parallel.mesh import ParallelConfig
 from refusals import config_error
 from tolerances import TOLERANCES
 

@@ -13,8 +13,7 @@ from distributed import OnDemand, run_distributed
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.parallel import sharded_weights
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train import parallelize
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.technique import StepInfo, observer

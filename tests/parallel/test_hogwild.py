@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from distributed import run_distributed, start_distributed
-from modelwright.core.errors import ModelwrightError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.core.config import ModelwrightError
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, single
 from modelwright.parallel.strategies.hogwild import SLOT_BYTES, SLOTS, Hogwild
 from modelwright.parallel.strategies.shared_memory import share
 from modelwright.parallel.strategy import Replica

@@ -10,7 +10,7 @@ import torch
 
 from distributed import hosts_of, run_distributed
 from link_cases import renumbered, uniform
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.topology.links import Links, LinksConfig, _tournament, measure_links, take_places
 from modelwright_claims import netns

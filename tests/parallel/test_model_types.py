@@ -12,7 +12,7 @@ import torch
 
 from distributed import OnDemand, RankError, run_distributed
 from modelwright.core.records import column, read_records
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, NormConfig
+from modelwright.model.decoder import AttentionConfig, FeedForwardConfig, NormConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 from parallel.parity_run import Case, run_case, run_cases
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from distributed import run_distributed
-from modelwright.core.errors import StorageError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.core.artifacts import StorageError
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, single
 from modelwright.parallel.strategies.optimizer_in_backward import (
     OptimizerInBackward,
     ReducedInBackward,

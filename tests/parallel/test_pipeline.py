@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from distributed import OnDemand, run_distributed
 from modelwright.core.records import column, read_records
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import Decoder, ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.runner import unsplit_backward_refused
 from modelwright.parallel.pipeline.stages import (
     check_blocks,

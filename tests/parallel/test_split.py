@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.pipeline.balance import LayerCosts, flop_costs, split_layers
 from refusals import config_error
 

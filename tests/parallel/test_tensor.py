@@ -6,12 +6,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh
 from modelwright.parallel.strategy import redistribute_like
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from parallel.axis_cases import RANKS, Results, model, rows, shard

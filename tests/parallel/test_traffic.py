@@ -13,9 +13,8 @@ from distributed import hosts_of, run_distributed
 from modelwright.core.config import parse
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.control_plane import Traffic, connections_sent
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.technique import StepInfo, observer
 from modelwright_claims import netns
 from modelwright_claims.training_run import interface_bytes

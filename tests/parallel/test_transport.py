@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from distributed import run_distributed
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradient_sync import (
     BUCKET_BYTES,
     MANY_BUCKETS,
@@ -16,7 +15,7 @@ from modelwright.parallel.gradient_sync import (
     cut_into_buckets,
     ring_bytes,
 )
-from modelwright.parallel.mesh import World, build_mesh, join_world, single
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, join_world, single
 
 SIZES = ((40, 3), (7,), (), (500,), (2, 2))
 

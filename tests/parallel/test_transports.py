@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError, dump, parse
 from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8Codec
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, bucket_bounds, decode_flat, encode_flat
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync, flatten

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.ops import sparse_codec
 from modelwright.parallel.codecs.topk_quantized import (
     MAX_LEVELS,

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from distributed import run_distributed
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh
 from modelwright.parallel.tensor_parallel import own_rows
 from parallel.axis_cases import RANKS, ROW_LEN, Results, model, rows, shard
 from tolerances import TOLERANCES

@@ -14,8 +14,7 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse_scalar
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh
+from modelwright.parallel.mesh import ParallelConfig, build_mesh
 from modelwright.parallel.topology.links import Links, _write_cache
 from modelwright.pipeline.process_group import join_ranks
 from modelwright.recipes.load import recipe

@@ -11,8 +11,7 @@ import torch
 from modelwright.core.artifacts import read_manifest
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.adapters import merge_adapters
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.model.peft_folder import load_adapter
 from modelwright.pipeline.stages.init import save_model_folder

@@ -15,18 +15,17 @@ from added_package import add_package
 from finetune_files import write_model
 from modelwright import recipes
 from modelwright.cli.main import main
-from modelwright.core.config import digest, dump, load_yaml, merge, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, digest, dump, load_yaml, merge, parse
 from modelwright.core.records import read_records
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import local_inputs, resolve_inputs
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stage import RunConfig
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample
 from modelwright.serve.api.operations import all_operations
@@ -63,7 +62,7 @@ EXPORT = Export(name="card", summary="a card", write=write, target=lambda *_: Pa
 STEP = '''
 from dataclasses import dataclass
 from pathlib import Path
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.steps.step import Drop, StepSpec
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ MISNAMED = StepSpec(name="misnamed", build=lambda config, seed: BannedWords(conf
 LEARNING = '''
 from dataclasses import dataclass
 import torch
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken, num_targets
 from modelwright.train.objective import Objective, Terms

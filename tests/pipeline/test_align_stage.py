@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
-from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import load_aligned
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages.align import read_pairs, thumbnail
 from modelwright.recipes.load import load

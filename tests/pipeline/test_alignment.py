@@ -20,8 +20,15 @@ from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.model.hf import save_model
-from modelwright.objectives.preference import Kto, KtoConfig, Preference, PreferenceConfig
-from modelwright.objectives.reward_model import RewardModelConfig, RewardModeling, load_reward_model
+from modelwright.objectives.preference import (
+    Kto,
+    KtoConfig,
+    Preference,
+    PreferenceConfig,
+    RewardModelConfig,
+    RewardModeling,
+    load_reward_model,
+)
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.train.config import TrainConfig
 from tiny_decoder import make_decoder

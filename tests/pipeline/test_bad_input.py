@@ -158,7 +158,7 @@ def test_user_mistakes_on_the_command_line(inside: Command, tmp_path: Path) -> N
 
 
 def test_two_processes_in_one_folder(inside: Command, tmp_path: Path) -> None:
-    from modelwright.core.rundir import RunDir
+    from modelwright.core.artifacts import RunDir
 
     with RunDir(tmp_path / "run").create().lock():
         done = inside(*run_words(make_input("bytes", tmp_path), tmp_path / "run"))

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import write_artifact
-from modelwright.core.config import load_yaml, save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, read_attempts, save_yaml, write_artifact
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline import resolve
-from modelwright.pipeline.config import HardwareConfig
+from modelwright.pipeline.stage import HardwareConfig
 from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

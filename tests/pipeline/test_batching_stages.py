@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.loader import PackedRows, read_index
 from modelwright.pipeline.stages.pack import with_labels
 from modelwright.pipeline.stages.pretrain import PRETRAIN

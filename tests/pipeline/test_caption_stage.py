@@ -13,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.data.images.decode import StoredImage
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.batch import IGNORED
@@ -27,7 +27,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_model
 from modelwright.model.vision.llava import PIXELS, image_prefix, inserted_images, load_llava
 from modelwright.objectives.captioning import CaptionConfig, image_numbers
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.exports.hf import export_hf
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import check_training

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.core.config import dump, merge
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump, merge
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import recipe

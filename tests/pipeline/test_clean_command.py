@@ -11,7 +11,8 @@ import pytest
 
 from cleaned import result_files
 from modelwright.cli.main import main
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean as clean_module
 from modelwright.data.clean.clean import clean_documents

@@ -12,7 +12,7 @@ import fsspec
 import pyarrow.parquet
 import pytest
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import parquet
 from modelwright.data.clean.config import CleanConfig

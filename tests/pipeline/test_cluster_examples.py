@@ -17,8 +17,7 @@ from every_command import RELAXED
 from modelwright.cli.clean import parser as clean_parser
 from modelwright.cli.launch import launch_config
 from modelwright.cli.launch import parser as launch_parser
-from modelwright.core.config import parse
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import parse, read_overrides, split_settings
 from modelwright.recipes.cleaning import CleanCommandConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"

@@ -12,8 +12,7 @@ from finetune_files import write_model
 from modelwright.core.progress import SilentProgress
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import generate_numbers, score_choices
+from modelwright.evaluate.scoring import EvaluateConfig, generate_numbers, score_choices
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import load_model
 

@@ -16,7 +16,7 @@ from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.data.clean.report import CleanReport
 from modelwright.data.document import Document
 from modelwright.pipeline.report.blocks import Chart
-from modelwright.pipeline.report.corpus import corpus_charts
+from modelwright.pipeline.report.page import corpus_charts
 
 NOUNS = ("garden", "river", "engine", "letter", "teacher", "market", "window", "doctor", "village")
 

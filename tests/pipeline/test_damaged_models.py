@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import read_manifest, write_artifact
-from modelwright.core.config import save_yaml
-from modelwright.core.errors import ArtifactError, ModelError
+from modelwright.core.artifacts import ArtifactError, RunDir, read_manifest, save_yaml, write_artifact
+from modelwright.core.config import ModelError
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import begin_attempt, run_stages
 from modelwright.pipeline.stages.init import INIT, save_model_folder

@@ -12,12 +12,11 @@ import pytest
 
 from hf_folders import WINDOW, write_folder
 from modelwright.cli.main import main
-from modelwright.core.artifacts import MANIFEST, read_manifest
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import MANIFEST, RunDir, read_manifest
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.model.hf import load_config, load_model
 from modelwright.objectives.distillation import OnPolicyConfig
 from modelwright.pipeline.stages.distill import DistillConfig

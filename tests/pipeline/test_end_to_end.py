@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import RunDir, read_attempts, read_manifest
 from modelwright.core.config import load_yaml
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.training_figures import FILE
+from modelwright.pipeline.stages.training import FILE
 from rank_processes import start_process
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,7 +11,7 @@ import yaml
 
 from finetune_files import write_examples, write_model
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer

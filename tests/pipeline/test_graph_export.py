@@ -30,16 +30,14 @@ from modelwright.compress.int8 import (
     save_int8,
 )
 from modelwright.compress.onnx import write_onnx
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import score_choices
+from modelwright.evaluate.scoring import EvaluateConfig, score_choices
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.exports import EXPORTS

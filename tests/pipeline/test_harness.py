@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from finetune_files import write_model
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig

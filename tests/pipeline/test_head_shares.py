@@ -11,12 +11,11 @@ import torch
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.head_selection import decisions_seen
 from modelwright.pipeline.report.blocks import Table
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stages.training_figures import HEAD_SHARES, head_blocks, head_shares
+from modelwright.pipeline.stages.training import HEAD_SHARES, head_blocks, head_shares
 
 SHAPE = ModelConfig(
     vocab_size=32, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, ffn_dim=32, head_dim=8, max_seq_len=16,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import Stopped
+from modelwright.core.artifacts import StageDir, read_attempts, read_stage_digest
+from modelwright.core.config import Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir, read_attempts, read_stage_digest
 from modelwright.pipeline.runner import StageLog, begin_attempt
 
 

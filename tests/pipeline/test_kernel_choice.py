@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distributed import run_distributed
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.process_group import kernels_of_run

@@ -16,7 +16,7 @@ import pytest
 
 from modelwright.compress.int8 import GRID
 from modelwright.compress.int8 import STEPS as STEPS_FILE
-from modelwright.core.rundir import read_attempts
+from modelwright.core.artifacts import read_attempts
 from modelwright.pipeline.runner import RunDir
 from rank_processes import Started, start_process
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from modelwright.core.artifacts import RunDir, read_attempts
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.process_group import PeerLost, as_lost_peer
 from rank_processes import Started, start_process
 from tolerances import TOLERANCES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.pipeline.lr_find import SMOOTHING, RangeConfig, judge
 from modelwright.pipeline.report.charts import smooth
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_folders import write_folder
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.adapter_bank import prepare_adapter
 from modelwright.model.hf import load_model
 from modelwright.model.peft_folder import TENSORS, load_adapter

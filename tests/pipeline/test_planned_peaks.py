@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.core.artifacts import RunDir, read_attempts
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.estimate.time_budget import stage_estimates
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run_config import previous_config

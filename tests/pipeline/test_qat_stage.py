@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from modelwright.cli.main import main
-from modelwright.compress.int8 import Int8WeightsConfig, TrainedGrid, load_int8
-from modelwright.compress.integer_linear import GridLinear
-from modelwright.core.errors import ConfigError
+from modelwright.compress.int8 import GridLinear, Int8WeightsConfig, TrainedGrid, load_int8
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.loader import PackedRows
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

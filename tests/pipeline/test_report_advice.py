@@ -7,13 +7,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note, number
-from modelwright.pipeline.report.corpus import _evaluation_sets, _funnel, corpus_charts
-from modelwright.pipeline.report.learning import watch_blocks
-from modelwright.pipeline.report.results import power
+from modelwright.pipeline.report.page import _evaluation_sets, _funnel, corpus_charts
+from modelwright.pipeline.report.results import power, watch_blocks
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.stages.evaluate import EVALUATE, headline
 from modelwright.serve.load import SMALLEST_CHAT_MODEL, expectation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
 from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table, percent
 from modelwright.pipeline.report.page import figures
 from modelwright.pipeline.report.results import (

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import StageDir
 from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section
-from modelwright.pipeline.report.learning import scale_blocks, spike_blocks
 from modelwright.pipeline.report.page import render
+from modelwright.pipeline.report.results import scale_blocks, spike_blocks
 from modelwright.pipeline.report.run_data import StageData
 
 SCALE = {"value": 1024.0, "num_good": 3, "num_overflows": 2, "history": [[0, 4096.0], [7, 2048.0], [9, 1024.0]]}

@@ -10,7 +10,8 @@ import fsspec
 import pytest
 
 from cleaned import result_files
-from modelwright.core.errors import ConfigError, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

@@ -12,21 +12,19 @@ from typing import Any
 import pytest
 
 import tiny_rollouts
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.examples import read_prompts
 from modelwright.data.sources import corpora
 from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright.objectives.rollouts import RolloutConfig
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
+from modelwright.parallel.mesh import ParallelConfig, single
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes
 from modelwright.pipeline.lr_find import RangeConfig, range_test
 from modelwright.pipeline.process_group import RunGroup
-from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.stage import Rates, RunConfig
 from modelwright.pipeline.stages.ppo import value_model_start
 from modelwright.pipeline.stages.rollout_training import build_terms, fitting, keep_completions
 from modelwright.recipes.load import load, recipe

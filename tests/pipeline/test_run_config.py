@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from modelwright.core.config import dump, load_yaml, save_yaml
+from modelwright.core.artifacts import save_yaml
+from modelwright.core.config import dump, load_yaml
 from modelwright.pipeline.run_config import left_out, parse_run
 from modelwright.pipeline.stages.pretrain import PRETRAIN
 from modelwright.pipeline.stages.sft import SFT

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from modelwright.core import artifacts
-from modelwright.core.errors import ArtifactError, ModelwrightError, Stopped
+from modelwright.core.artifacts import ArtifactError, RunDir, read_attempts
+from modelwright.core.config import ModelwrightError, Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import run_stages, survey
 from modelwright.pipeline.stage import Stage, StageContext

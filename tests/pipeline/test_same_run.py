@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.config import load_yaml
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.pipeline.resolve import check_same_run, differences
 from modelwright.recipes.load import load, recipe
 

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 
 from cleaned import keep_all
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, read_manifest
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.results import serving_section
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.serve import SERVE_CHECK, ServeCheckConfig
 from modelwright.recipes.load import recipe

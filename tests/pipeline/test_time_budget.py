@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import load_yaml, save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, read_manifest, save_yaml
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
 from modelwright.objectives.experience import RowPlan
 from modelwright.pipeline.estimate import time_budget

@@ -9,15 +9,8 @@ import torch
 from modelwright.core.records import json_line, read_records
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.pipeline.stages.training_figures import (
-    FILE,
-    NUM_SHOWN,
-    first_prompt,
-    sample_block,
-    text_samples,
-)
+from modelwright.model.decoder import Decoder, ModelConfig
+from modelwright.pipeline.stages.training import FILE, NUM_SHOWN, first_prompt, sample_block, text_samples
 
 
 def one_row(labels: Sequence[int], segments: Sequence[int]) -> TokenBatch:

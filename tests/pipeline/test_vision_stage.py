@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from cleaned import keep_all
-from modelwright.compress.integer_linear import GridLinear
+from modelwright.compress.int8 import GridLinear
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError, DataError, ModelError
+from modelwright.core.config import ConfigError, DataError, ModelError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import StoredImage, encode
 from modelwright.data.images.store import ImageStore, LabeledImages, class_of, write_images, write_labels
@@ -25,7 +25,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.sources.corpora import digit_images
 from modelwright.model.vision.classifier import BatchNorm
 from modelwright.objectives.image_classification import load_classifier
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.run import check_training
 from modelwright.pipeline.stages import vision
 from modelwright.pipeline.stages.vision import LABELED_ROWS, confusion, open_labeled, training_classes

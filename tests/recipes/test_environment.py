@@ -2,8 +2,8 @@
 
 import pytest
 
-from modelwright.core.config import dump, load_yaml, merge, parse, save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import save_yaml
+from modelwright.core.config import ConfigError, dump, load_yaml, merge, parse
 from modelwright.recipes.load import environment_overrides, load
 from modelwright.train.precision.policy import PrecisionConfig
 from refusals import config_error

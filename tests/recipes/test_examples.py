@@ -19,7 +19,7 @@ import modelwright as mw
 from continual_update import QUICK, new_records, old_records, write_records
 from finetune_files import write_examples, write_model
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.folder import read_dropped, read_kept
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Sample

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump
 from modelwright.data.clean.config import build_steps
 from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import RECIPES, load, recipe

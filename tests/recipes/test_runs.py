@@ -10,7 +10,7 @@ import pytest
 import modelwright as mw
 from finetune_files import write_examples, write_model
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 
 QUICK = {
     "sft.learning_rate": 1e-2, "sft.num_steps": 6, "sft.num_epochs": 0,

@@ -12,7 +12,7 @@ import modelwright
 from chat_templates import TOOL_CHAT, WEATHER
 from finetune_files import write_examples, write_model
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.recipes.load import finetune_request
 from modelwright.recipes.show import Shown, ShownText, show, visible

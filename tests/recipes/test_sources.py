@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import modelwright as mw
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.recipes.sources import read_sources
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.reward.build import MAX_LOGGED, REWARDS, Term, WeightedSum, build_reward
 from modelwright.reward.reward import Reward, Sample, Score
 from refusals import config_error
@@ -95,7 +95,7 @@ def by_answer(sample):
     return {"nan": math.nan, "inf": math.inf, "text": "x", "none": None, "true": True}.get(sample.answer, 0.5)
 
 def stops(sample):
-    from modelwright.core.errors import Stopped
+    from modelwright.core.config import Stopped
     raise Stopped("stop")
 
 number = 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.distinct_words import DistinctWordsConfig
 from modelwright.reward.exact_match import ExactMatchConfig, normalize
 from modelwright.reward.json_format import JsonConfig

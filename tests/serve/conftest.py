@@ -13,8 +13,7 @@ from openai import OpenAI
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineConfig
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model
 from modelwright.serve.config import OWN_BACKEND, RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import BACKENDS, Backend, engine_in_thread

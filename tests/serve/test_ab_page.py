@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.serve.ab.experiment import Experiment, ExperimentRequest, create_tables, end, insert
-from modelwright.serve.ab.state import CONTROL, TREATMENT, ExperimentState, RequestEvent
+from modelwright.serve.ab.experiment import (
+    CONTROL,
+    TREATMENT,
+    Experiment,
+    ExperimentRequest,
+    ExperimentState,
+    RequestEvent,
+    create_tables,
+    end,
+    insert,
+)
 from modelwright.serve.account.database import SqliteDatabase
 from modelwright.serve.config import RequestsConfig
 from serve.test_chat_page import browser, new_page, pytestmark, sync_api  # noqa: F401

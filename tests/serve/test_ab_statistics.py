@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from modelwright.serve.ab import state as guards
-from modelwright.serve.ab.state import (
+from modelwright.serve.ab import experiment as guards
+from modelwright.serve.ab.experiment import (
     CONTROL,
     GUARD_ALPHA,
     GUARDS,

@@ -21,15 +21,18 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import EngineConfig
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 from modelwright.serve.ab.experiment import (
+    FAILED,
+    RATED,
+    SEEN,
     Experiment,
     ExperimentRequest,
+    ExperimentState,
     create_tables,
     end,
     experiments,
     insert,
     set_share,
 )
-from modelwright.serve.ab.state import FAILED, RATED, SEEN, ExperimentState
 from modelwright.serve.account.database import SqliteDatabase
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.serve.engines.backends import load_engines

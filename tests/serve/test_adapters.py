@@ -19,7 +19,7 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
 from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

@@ -8,8 +8,7 @@ import httpx
 import pytest
 import torch
 
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
 from modelwright.serve.server import ServerThread

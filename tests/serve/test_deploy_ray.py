@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from refusals import config_error
 from serve.conftest import write_model
 from serve.test_keys import write_keys

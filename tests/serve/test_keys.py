@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, jittered
 from modelwright.serve.keys import Caller, KeyEntry, TokenBucket, key_hash, load_keys, main

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.compress.integer_linear import Int8Linear
-from modelwright.core.errors import ModelError, ModelwrightError
+from modelwright.compress.int8 import Int8Linear, Int8WeightsConfig
+from modelwright.core.config import ModelError, ModelwrightError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import save_model
 from modelwright.serve.load import load_folder

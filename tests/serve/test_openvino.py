@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

@@ -15,10 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.serve.ab import experiment as tables
-from modelwright.serve.ab.experiment import Experiment, ExperimentRequest
-from modelwright.serve.ab.state import FAILED, RATED, SEEN, Assignment, RequestEvent
+from modelwright.serve.ab.experiment import FAILED, RATED, SEEN, Assignment, Experiment, ExperimentRequest, RequestEvent
 from modelwright.serve.account import request_store
 from modelwright.serve.account.database import Database, UrlDatabase, open_database
 from serve.conftest import write_model

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from modelwright.cli.main import main
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ConfigError, DataError, dump
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.recipes.load import recipe
 from modelwright.serve.account import request_store

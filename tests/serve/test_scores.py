@@ -15,7 +15,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_sequence_classifier, save_sequence_classifier
-from modelwright.objectives.reward_model import ModelRewardConfig
+from modelwright.objectives.preference import ModelRewardConfig
 from modelwright.reward.reward import Sample
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import load_engines

@@ -217,7 +217,7 @@ class FailingConstraint:
 
 
 def test_a_constraint_that_fails_ends_its_own_sequence_alone():
-    from modelwright.core.errors import ConfigError
+    from modelwright.core.config import ConfigError
 
     engine = Engine(make_model(), EngineConfig())
     params = SamplingParams(max_tokens=6, temperature=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.engine import Engine
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.server import ServerThread

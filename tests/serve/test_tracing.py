@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv import attributes as stable
 from opentelemetry.trace import SpanKind, StatusCode
 
-from modelwright.core.errors import ConfigError
-from modelwright.serve import application
+from modelwright.core.config import ConfigError
+from modelwright.serve import server as application
 from modelwright.serve.account.observers import Tracing, tracing_to
 from modelwright.serve.config import RequestsConfig
 from modelwright.serve.server import ServerThread

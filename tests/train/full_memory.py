@@ -13,14 +13,12 @@ from typing import Any
 import tiny_run
 import torch
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.technique import StepInfo
 from modelwright_claims.memory_probe import RandomRows
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_MODEL, WHOLE_ROWS
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams

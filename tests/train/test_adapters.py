@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from distributed import RankError, run_distributed
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, StageDir
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.adapters import ADAPTER, merge_adapters
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.checkpoint.files import read_index

@@ -15,10 +15,15 @@ from torch import Tensor
 import preference_rows
 from distributed import run_distributed, start_distributed
 from modelwright.data.rows.loader import PackedRows
-from modelwright.objectives.preference import Kto, KtoConfig, Preference, PreferenceConfig
-from modelwright.objectives.reward_model import RewardModelConfig, RewardModeling
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.objectives.preference import (
+    Kto,
+    KtoConfig,
+    Preference,
+    PreferenceConfig,
+    RewardModelConfig,
+    RewardModeling,
+)
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.frozen_model import row_losses
 from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import StepInfo, Technique

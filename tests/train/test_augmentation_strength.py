@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_run
 
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.ahead import AHEAD, AugmentationCost
 from modelwright.train.technique import Update
 from modelwright.train.techniques.augmentation_strength import (

@@ -17,8 +17,7 @@ import torch
 
 from distributed import run_distributed
 from global_batches import rows_read
-from modelwright.core.config import parse
-from modelwright.core.errors import Stopped
+from modelwright.core.config import Stopped, parse
 from modelwright.core.records import column, read_records
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
@@ -26,8 +25,7 @@ from modelwright.data.rows.ahead import AHEAD, AugmentedLoader
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig
-from modelwright.data.rows.origins import Origin
-from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.pack import Origin, PackConfig, TokenSequence, pack
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World
 from modelwright.train.techniques.augmentation_strength import AugmentationStrengthConfig, augmentation_strength

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelwright.core.errors import ArtifactError, Stopped, StorageError
+from modelwright.core.artifacts import ArtifactError, StorageError
+from modelwright.core.config import Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.train.checkpoint import writer
 from modelwright.train.checkpoint.files import Best, check_checkpoint, list_checkpoints, read_weights, step_name

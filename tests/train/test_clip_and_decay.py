@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.ops.dtensor import view_of
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.gradient_clipping import AdaptiveClipConfig, GradientClipping

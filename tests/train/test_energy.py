@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import run, settings
 
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import StageDir
 from modelwright.pipeline.report.page import energy_section
 from modelwright.pipeline.report.run_data import StageData
 from modelwright.train.monitors.energy import (

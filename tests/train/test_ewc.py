@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, Stopped
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.objective import forward
 from modelwright.train.technique import Runtime, Technique, Update
 from modelwright.train.techniques import ewc

@@ -20,13 +20,12 @@ from modelwright.compress.int8 import (
     quantize_to_grid,
     save_grid_model,
 )
-from modelwright.core.errors import ConfigError, ModelError, Stopped
+from modelwright.core.config import ConfigError, ModelError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.pipeline.stages.qat import with_step_sizes
 from modelwright.train.objective import forward
 from modelwright.train.techniques.fake_quantization import (

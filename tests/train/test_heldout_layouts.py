@@ -13,8 +13,7 @@ import tiny_rollouts
 from distributed import run_distributed
 from modelwright.core.records import column, read_records
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.objective import Objective, Terms
 
 LAYOUTS: dict[str, dict[str, Any]] = {

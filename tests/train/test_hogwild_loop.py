@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from distributed import run_distributed, start_distributed
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.objectives.next_token import NextToken

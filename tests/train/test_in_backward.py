@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken

@@ -12,8 +12,7 @@ import torch
 
 from distributed import run_distributed
 from modelwright.core.records import column, read_records
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.pipeline.stages.qat import with_step_sizes

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from modelwright.core.errors import ArtifactError, Stopped
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import Stopped
+from modelwright.parallel.mesh import ParallelConfig, World
 from refusals import config_error
 
 PULL = 2.0

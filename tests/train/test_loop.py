@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.core.errors import ArtifactError, ModelwrightError, Stopped
+from modelwright.core.artifacts import ArtifactError, StageDir
+from modelwright.core.config import ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.job import load_best

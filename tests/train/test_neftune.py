@@ -9,11 +9,10 @@ import torch
 from tiny_run import Rows
 
 from distributed import run_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.job import TrainResult
 from modelwright.train.techniques.neftune import EmbeddingNoise, row_keys
 

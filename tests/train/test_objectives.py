@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from distributed import RankError, run_distributed, start_distributed
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder, FeedForward
 from modelwright.model.head_selection import AuxiliaryLoss
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import Technique, Update

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.memory import offload

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels

@@ -6,10 +6,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from modelwright.model.attention import fused_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import build_mesh, single
+from modelwright.model.decoder import Decoder, ModelConfig
+from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.train import config, parallelize
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.activations import Segment

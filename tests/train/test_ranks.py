@@ -9,8 +9,7 @@ import torch
 
 from distributed import run_distributed
 from modelwright.core.records import column, read_records
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy
 from tolerances import TOLERANCES
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from modelwright.core.errors import ModelwrightError, Stopped, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ModelwrightError, Stopped
 from modelwright.core.records import read_records
 from modelwright.train.monitors.recovery_time import RecoveryTime, recovery_time
 from modelwright.train.technique import StepInfo

@@ -9,8 +9,7 @@ import pytest
 import tiny_run
 import torch
 
-from modelwright.core.config import parse
-from modelwright.core.errors import Stopped
+from modelwright.core.config import Stopped, parse
 from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig, Mixture, MixtureConfig, softmax_shares
 from modelwright.data.rows.pack import PackConfig, TokenSequence, pack

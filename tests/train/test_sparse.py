@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED
 from modelwright.objectives.next_token import NextToken

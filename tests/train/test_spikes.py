@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.ops.dtensor import view_of
 from modelwright.parallel.strategy import total_norm

@@ -12,8 +12,7 @@ from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from tolerances import TOLERANCES
 
 SAVED_AT, END = 3, 6

@@ -4,9 +4,8 @@ import pytest
 import tiny_run
 from wired_run import Notes
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
-from modelwright.parallel.config import ParallelConfig
+from modelwright.core.config import ConfigError, dump, parse
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig, without_effect
 from modelwright.train.techniques.batch_selection import BatchSelectionConfig

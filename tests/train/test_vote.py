@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_distributed
-from modelwright.core.errors import ModelwrightError, Stopped
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.core.config import ModelwrightError, Stopped
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.interruption import Requests, vote
 from modelwright.train.technique import StepInfo, Technique
 

@@ -10,9 +10,9 @@ import torch
 import wired_run
 
 from distributed import Exit, start_distributed
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.train.config import TrainConfig, check_layout
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, weights
 

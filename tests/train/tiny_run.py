@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import parse
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, single
+from modelwright.parallel.mesh import ParallelConfig, World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
 from modelwright.train.checkpoint.files import read_weights

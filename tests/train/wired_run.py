@@ -18,14 +18,12 @@ import tiny_run
 import torch
 from safetensors.torch import save_file
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import StepInfo
 

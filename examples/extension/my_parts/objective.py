@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import num_targets, numbered_batches

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 
 

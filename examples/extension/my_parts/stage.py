@@ -6,9 +6,8 @@ from modelwright.data.document import Split
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.stage import RowSet
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, needed_start
 from modelwright.pipeline.stages.rows import PackJob
-from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
 
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS, WHOLE_MATRICES
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.train.outside import TechniqueSpec
 from modelwright.train.technique import Runtime, Technique, Update
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.agents.calls import CallPart, Part, TextPart
 from modelwright.serve.agents.reasoning import THOUGHT_SHOWN
 from modelwright.serve.api.answers import AnswerKind, require_generator, respond

@@ -9,10 +9,9 @@ from typing import Any
 from mcp.server.fastmcp import FastMCP
 from mcp.types import ToolAnnotations
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.artifacts import ArtifactError, RunDir, read_attempts, read_manifest
+from modelwright.core.config import ModelwrightError
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir, read_attempts
 
 MAX_CHARACTERS = 20_000
 """Most characters of a text in a reply; a longer one is cut, and says so."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.document import Document, Message, Split, join_turns
 from modelwright.data.sources.corpora import NamedCorpus
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import NoSettings
 from modelwright.serve.api.fields import FunctionName, RequestModel, Strict
 from modelwright.serve.api.operations import READS_BODY, Operation, RouteSpec

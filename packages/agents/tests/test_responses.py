@@ -13,7 +13,7 @@ import yaml
 from openai import OpenAI
 
 from added_package import add_agent_routes
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread, load_engines
@@ -266,7 +266,7 @@ def test_settings_are_checked():
 
 
 def test_a_server_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda _: OPERATIONS)
+    monkeypatch.setattr("modelwright.serve.server.all_operations", lambda _: OPERATIONS)
     with served() as server:
         reply = post(server)
         assert reply.status_code == 404

@@ -12,7 +12,7 @@ from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from modelwright.core.artifacts import write_artifact
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_agents.command import COMMAND
 from modelwright_agents.server import MAX_CHARACTERS, MAX_POINTS
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from added_package import add_agent_routes
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.api.operations import OPERATIONS
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
@@ -113,7 +113,7 @@ def test_a_bad_file_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_the_routes_the_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelwright.serve.application.all_operations", lambda _: OPERATIONS)
+    monkeypatch.setattr("modelwright.serve.server.all_operations", lambda _: OPERATIONS)
     config = ServeConfig(port=0, mcp=write_config(tmp_path))
     with pytest.raises(ConfigError, match="extra agents"):
         ServerThread(engine_in_thread(make_model(), config), make_served_tokenizer(), config, model_name="t")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 KEYS_VARIABLE = "MODELWRIGHT_BOARD_KEYS"
 """Environment variable with the hashes of the keys that open the board: other users of the machine cannot read it."""

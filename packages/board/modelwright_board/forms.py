@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.files import read_table
 from modelwright_board.runs import shown_path
 

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelwright.cli.processes import leave_with_parent
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.pipeline.report.blocks import compact, count, number, percent, plural, seconds, size
 from modelwright_board.command import KEYS_VARIABLE, LOOPBACK
 from modelwright_board.files import OutsideError, open_inside

@@ -13,7 +13,7 @@ import zstandard
 from board_runs import make_run
 from modelwright.cli.main import find_command
 from modelwright.cli.parsers import Command
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.screen import Board
 from modelwright_board.screens import SCREENS, cleaning, data, judge, loop, run, smaller
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from board_runs import BoardProcess, csrf_of, make_run, running_board, wait_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_board.screens import SCREENS
 from modelwright_board.server import run_board
 

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelwright.core.seeds import derive_seed
-from modelwright.serve.ab.state import CONTROL, REPORT_ALPHA, TREATMENT, ExperimentState, RequestEvent, arm_of, verdict
+from modelwright.core.config import derive_seed
+from modelwright.serve.ab.experiment import (
+    CONTROL,
+    REPORT_ALPHA,
+    TREATMENT,
+    ExperimentState,
+    RequestEvent,
+    arm_of,
+    verdict,
+)
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment

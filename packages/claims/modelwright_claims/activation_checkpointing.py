@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from modelwright.core.config import dump
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.estimate.cost import training_memory
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape

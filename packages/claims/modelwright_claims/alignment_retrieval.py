@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.core.config import load_yaml, save_yaml
+from modelwright.core.artifacts import save_yaml
+from modelwright.core.config import load_yaml
 from modelwright.recipes.load import RECIPES
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.augment.augmenter import CopyRecipe
 from modelwright.data.document import Document
 from modelwright.data.rows.ahead import AugmentedLoader
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
-from modelwright.data.rows.origins import Origin
-from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.pack import Origin, PackConfig, TokenSequence, pack
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import NextToken

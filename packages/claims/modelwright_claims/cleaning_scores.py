@@ -26,14 +26,14 @@ from pathlib import Path
 import numpy as np
 from faker import Faker
 
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.fingerprints import jaccard, shingles
 from modelwright.data.clean.folder import read_dropped, read_kept
-from modelwright.data.clean.noise import keyword_spam, menus, shuffled_words
 from modelwright.data.clean.steps.format import Format, normalize
+from modelwright.data.clean.steps.noise import keyword_spam, menus, shuffled_words
 from modelwright.data.clean.steps.step import Drop
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

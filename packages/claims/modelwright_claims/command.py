@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.parsers import Command
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.recipes.display import choose_display
 from modelwright_claims import published
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.steps.format import normalize
 from modelwright.data.clean.steps.noise import NoiseConfig

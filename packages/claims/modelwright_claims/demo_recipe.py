@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from modelwright.core.config import merge, save_yaml
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.artifacts import RunDir, save_yaml
+from modelwright.core.config import ModelwrightError, merge
 from modelwright.core.records import column, read_records
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import RunDir
 from modelwright.data.rows.loader import PackedRows
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.ops.matmul import is_emulated
 from modelwright.pipeline.run_config import read_run_config

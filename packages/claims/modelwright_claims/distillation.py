@@ -26,8 +26,7 @@ from modelwright.compress.prune import input_moments, prune
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.distillation import Distillation
 from modelwright.objectives.next_token import NextToken
 from modelwright.objectives.teacher import TeacherModel

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 import modelwright
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import digest, dump, set_dotted
-from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.artifacts import ArtifactError, write_atomic
+from modelwright.core.config import ModelwrightError, digest, dump, set_dotted
 from modelwright.core.resources import versions
 from modelwright_claims import batches, plain_training, training_run, workbench
 from modelwright_claims.claim import Figure, Setting

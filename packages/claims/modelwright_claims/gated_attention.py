@@ -30,8 +30,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.infer.sequence import Sequence as EngineSequence
 from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, Block, Decoder, Linear
+from modelwright.model.decoder import Attend, Block, Decoder, Linear, ModelConfig
 from modelwright.model.head_selection import decisions_seen
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.tensor_heap import use_tensor_heap

@@ -16,9 +16,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.loader import PackedLoader
 from modelwright.model.decoder import Decoder

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import merge
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir, read_manifest
+from modelwright.core.config import derive_seed, merge
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.pipeline.run_config import read_run_config

@@ -19,6 +19,7 @@ from safetensors.torch import load_model
 from modelwright.compress.gguf import GgufFormat, export_gguf
 from modelwright.compress.gptq import gptq
 from modelwright.compress.int8 import (
+    ActivationGrid,
     Agreement,
     Int8WeightsConfig,
     TrainedGrid,
@@ -28,14 +29,11 @@ from modelwright.compress.int8 import (
     save_grid_model,
     save_int8,
 )
-from modelwright.compress.integer_linear import ActivationGrid
-from modelwright.core.errors import ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ModelwrightError, derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model
 from modelwright.ops import cpu_kernels
 from modelwright.ops.int_grid import Codes, WeightGrid

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, dump
 from modelwright.train.precision.apply import fp32_products
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench

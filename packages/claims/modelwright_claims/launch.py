@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright_claims.netns import Network
 from modelwright_claims.netns import free_port as free_port_on
 

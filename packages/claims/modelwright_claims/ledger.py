@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import installed
 from modelwright.core.progress import Progress
 from modelwright_claims import published

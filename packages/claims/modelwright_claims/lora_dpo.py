@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from modelwright.core.artifacts import RunDir, read_attempts
 from modelwright.core.config import merge
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright_claims import product_runs

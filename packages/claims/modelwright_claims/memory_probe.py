@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.tensor_heap import SWITCH, give_back_memory
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob

@@ -26,8 +26,7 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.microbenchmark import repeated, seconds_of
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, join_world
 from modelwright.parallel.pipeline.balance import LayerCosts, StageSpan, split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared

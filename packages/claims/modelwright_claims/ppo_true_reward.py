@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.core.config import merge
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed, merge
 from modelwright.model.hf import load_model
 from modelwright.objectives.experience import ReferenceModel
 from modelwright.objectives.rollouts import win_rates

@@ -14,18 +14,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from modelwright.core.artifacts import read_manifest, write_atomic
-from modelwright.core.config import merge
+from modelwright.core.artifacts import RunDir, read_manifest, write_atomic
+from modelwright.core.config import derive_seed, merge
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord, read_prompts
 from modelwright.data.sources.corpora import sentence_pairs
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
-from modelwright.objectives.reward_model import MODEL_REWARDS, with_folder
+from modelwright.objectives.preference import MODEL_REWARDS, with_folder
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, RolloutWorker
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.run import execute

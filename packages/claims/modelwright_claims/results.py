@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, write_atomic
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright_claims.claim import Claim, Figure, Measurement, Verdict
 from modelwright_claims.judging import judge

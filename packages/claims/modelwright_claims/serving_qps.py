@@ -22,7 +22,7 @@ from pathlib import Path
 
 from modelwright.compress.gguf import export_gguf
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 
 NO_SUCH_KEY = "<Error><Code>NoSuchKey</Code></Error>"
 

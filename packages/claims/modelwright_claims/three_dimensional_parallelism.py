@@ -9,7 +9,7 @@ import os
 import statistics
 from dataclasses import dataclass, field, replace
 
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between

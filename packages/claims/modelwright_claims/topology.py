@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, join_world
 from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
 from modelwright.parallel.topology.links import Links, LinksConfig, measure_links, place, take_places
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable

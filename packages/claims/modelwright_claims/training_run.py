@@ -21,21 +21,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump, merge, parse
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.artifacts import StageDir, write_atomic
+from modelwright.core.config import ModelwrightError, derive_seed, dump, merge, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows, PlannedLoader, build_loader
 from modelwright.data.rows.order import BatchingConfig
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, single
+from modelwright.parallel.mesh import ParallelConfig, World, join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy

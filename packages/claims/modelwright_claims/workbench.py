@@ -17,7 +17,7 @@ from modelwright.data.rows.loader import PackedRows
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.mesh import default_device
 from modelwright.train.config import TrainConfig
 from modelwright.train.precision.policy import PrecisionConfig

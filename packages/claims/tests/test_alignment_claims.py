@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.sources import corpora

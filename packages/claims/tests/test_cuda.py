@@ -12,16 +12,15 @@ import torch
 
 import tiny_rollouts
 import training_switches
-from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single

@@ -11,8 +11,7 @@ import torch
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives.distillation import Distillation
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import single

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright_claims import experiment
 from modelwright_claims.claim import Setting

@@ -10,8 +10,7 @@ import torch
 
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import AttentionConfig, ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, ModelConfig
 from modelwright_claims import gated_attention as arms
 from modelwright_claims import gated_attention as claim
 from modelwright_claims.claim import Setting, Verdict

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright_claims import int8 as inference_arms
 from modelwright_claims.inference_worker import survives

@@ -3,8 +3,7 @@
 import torch
 
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.pipeline.balance import LayerCosts
 from modelwright_claims.pipeline_utilisation import measure_layer_times
 

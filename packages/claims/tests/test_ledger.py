@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError
 from modelwright_claims import ledger, published, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Measurement, Samples, Verdict, untestable

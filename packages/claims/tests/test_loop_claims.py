@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from claim_verdicts import verdict
-from modelwright.serve.ab.state import CONTROL, REPORT_ALPHA, TREATMENT, ExperimentState, RequestEvent
+from modelwright.serve.ab.experiment import CONTROL, REPORT_ALPHA, TREATMENT, ExperimentState, RequestEvent
 from modelwright.serve.ab.statistics import ratio_interval
 from modelwright_claims import ab_false_alarms, alignment_retrieval, mixup_cutmix, resnet_precision
 from modelwright_claims.judging import judge

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
 from modelwright_claims import activation_checkpointing, memory_probe
 from modelwright_claims.claim import Measurement, Verdict

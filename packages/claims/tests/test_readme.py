@@ -14,7 +14,7 @@ import pytest
 
 from finetune_files import write_examples
 from modelwright.cli.run import _read, parser
-from modelwright.core.overrides import read_overrides
+from modelwright.core.config import read_overrides
 from modelwright.data.sources.forms import RECORD_TYPES
 from modelwright.pipeline.run import check_request
 from modelwright.pipeline.run_config import run_schema

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright_claims import experiment as run_cache
 from modelwright_claims.experiment import RunCache, setup_digest
 from modelwright_claims.training_run import Processes, Run

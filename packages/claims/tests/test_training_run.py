@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedLoader

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelwright.core.artifacts import is_finished, read_manifest
-from modelwright.core.errors import ArtifactError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import ArtifactError, RunDir, is_finished, read_manifest
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.init import INIT
 from modelwright_continual.model_files import LINEAGE

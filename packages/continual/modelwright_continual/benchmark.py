@@ -12,9 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.rundir import lock_folder
+from modelwright.core.artifacts import (
+    ArtifactError,
+    is_finished,
+    lock_folder,
+    make_folder,
+    read_manifest,
+    write_artifact,
+    write_atomic,
+)
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright_continual.heldout import question_key, text_key

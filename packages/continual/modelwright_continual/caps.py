@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.clean.fingerprints import fingerprints, jaccard
 from modelwright.data.document import Document
 

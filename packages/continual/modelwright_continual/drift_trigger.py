@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, write_atomic
+from modelwright.core.config import ConfigError
 from modelwright_continual.drift.check import DriftReport, check_windows
 from modelwright_continual.drift.reference import load_reference
 from modelwright_continual.drift.requests import RequestRecord, read_requests

@@ -14,17 +14,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
-from modelwright.core.config import digest, merge
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import ConfigError, digest, merge
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import record_costs
-from modelwright.pipeline.config import RunConfig
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.pipeline.run_config import parse_run, read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.quantize import QUANTIZE

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest
-from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import MANIFEST, ArtifactError, RunDir, is_finished, read_manifest
+from modelwright.core.config import ConfigError
 from modelwright.core.texts import redact_text
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright.core.artifacts import (
+    ArtifactError,
+    RunDir,
     fsync_folder,
     is_finished,
+    lock_folder,
     make_folder,
     read_manifest,
     write_artifact,
     write_atomic,
 )
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 from modelwright_continual.benchmark import load_benchmark
 from modelwright_continual.drift_trigger import DriftTrigger, check_requests, write_reports

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from modelwright.core.artifacts import MANIFEST, describe_file
+from modelwright.core.artifacts import MANIFEST, ArtifactError, describe_file
 from modelwright.core.config import digest
-from modelwright.core.errors import ArtifactError
 
 LINEAGE, GATE_VERDICT = "lineage.json", "gate-verdict.json"
 NOT_OF_MODEL = (MANIFEST, "results.json", LINEAGE, GATE_VERDICT)

@@ -9,12 +9,11 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from modelwright.core.artifacts import is_finished, read_manifest
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest
+from modelwright.core.config import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.sources.records import is_own
+from modelwright.data.sources.sources import is_own
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright_continual.ancestry import Ancestry

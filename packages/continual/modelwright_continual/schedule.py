@@ -16,10 +16,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.core.artifacts import is_finished, make_folder, read_manifest, write_artifact, write_atomic
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
+from modelwright.core.artifacts import (
+    ArtifactError,
+    RunDir,
+    is_finished,
+    lock_folder,
+    make_folder,
+    read_manifest,
+    write_artifact,
+    write_atomic,
+)
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright_continual.loop import LoopRequest, LoopResult, run_loop
 from modelwright_continual.schedule_drift import DriftState, ScheduledDrift

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from modelwright.core.artifacts import is_finished, read_manifest
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.pipeline.models import find_model
 from modelwright_continual.drift.reference import freeze_reference, load_reference
 from modelwright_continual.drift.requests import RequestRecord, read_requests

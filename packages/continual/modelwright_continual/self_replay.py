@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.config import digest
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, derive_seed, digest
 from modelwright.core.progress import Progress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
-from modelwright.data.sources.records import AUTHOR_FIELD, OWN_AUTHOR
+from modelwright.data.sources.sources import AUTHOR_FIELD, OWN_AUTHOR
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.generate import Completion, generate
 from modelwright.infer.sequence import SamplingParams

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from modelwright.core.artifacts import is_finished
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, is_finished
 from modelwright.pipeline.models import find_model
 from modelwright_continual.ancestry import run_of_artifact
 from modelwright_continual.lineage import RELEASE_FOLDER

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from modelwright.core.config import merge, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, merge, parse
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.data.sources.sources import SourceConfig
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run import execute, previous_config
 from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.evaluate import EVALUATE

@@ -14,11 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_artifact
+from modelwright.core.config import ConfigError, DataError, digest, dump
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.document import Document

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from modelwright.core.artifacts import is_finished
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, is_finished
 
 DATA_FOLDER, KIND = "data", "update-data"
 HELDOUT_FILE = "heldout.jsonl"

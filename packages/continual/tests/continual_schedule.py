@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright_continual import schedule
 from modelwright_continual.drift_trigger import DriftTrigger
 from modelwright_continual.loop import LoopRequest, LoopResult

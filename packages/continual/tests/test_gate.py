@@ -12,11 +12,9 @@ from scipy.stats import norm, t
 
 from continual_update import QUICK, Record, flipped, garbage, new_records, old_records, write_records
 from continual_world import World
-from modelwright.core.artifacts import read_manifest, write_artifact, write_atomic
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.overrides import read_overrides, split_words
+from modelwright.core.artifacts import ArtifactError, RunDir, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import ConfigError, DataError, read_overrides, split_words
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
 from modelwright.data.document import Document
 from modelwright.pipeline.run_config import run_schema
 from modelwright_continual import update_data

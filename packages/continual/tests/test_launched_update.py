@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from continual_world import World, words_of
 from modelwright.cli.main import main
+from modelwright.core.artifacts import RunDir
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from pipeline.test_launch import finish, num_restarts, wait_until, workers
 from rank_processes import Started, start_process
 from tolerances import TOLERANCES

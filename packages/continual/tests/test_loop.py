@@ -17,8 +17,8 @@ import pytest
 from continual_update import new_records, old_records, write_records
 from continual_world import ADMIN, KILLER, LOG, World, words_of
 from modelwright.cli.main import main
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ArtifactError, ModelwrightError
+from modelwright.core.artifacts import ArtifactError, read_manifest
+from modelwright.core.config import ModelwrightError
 from modelwright.core.records import read_records
 from modelwright.serve.ab.client import AbClient, ServerUnreachable
 from modelwright.serve.errors import ApiError

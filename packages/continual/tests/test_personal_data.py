@@ -12,7 +12,7 @@ import pytest
 from continual_update import new_records, old_records
 from continual_world import ADMIN, LOG, World, words_of
 from modelwright.cli.main import main
-from modelwright.core.extras import is_installed
+from modelwright.core.config import is_installed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer

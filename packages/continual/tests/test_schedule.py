@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from continual_schedule import DAY_S, Scheduled, scheduler_of, write_texts
-from modelwright.core.errors import ArtifactError, DataError, ModelwrightError
-from modelwright.core.rundir import lock_folder
+from modelwright.core.artifacts import ArtifactError, lock_folder
+from modelwright.core.config import DataError, ModelwrightError
 from modelwright_continual import schedule
 from modelwright_continual.loop import LoopRequest, LoopResult
 from modelwright_continual.schedule import STATE, ScheduleState

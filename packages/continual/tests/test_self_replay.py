@@ -10,9 +10,8 @@ import torch
 from continual_update import QUICK
 from continual_world import BASE, KILLER, World, words_of
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents

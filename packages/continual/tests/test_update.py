@@ -12,13 +12,10 @@ import torch
 
 from continual_update import QUICK, new_records, old_records, write_records
 from continual_world import World
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
-from modelwright.core.overrides import read_overrides, split_words
+from modelwright.core.artifacts import ArtifactError, RunDir, read_manifest
+from modelwright.core.config import ConfigError, DataError, derive_seed, read_overrides, split_words
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
 from modelwright.data.rows.loader import PackedRows, PlannedLoader, build_loader

@@ -19,18 +19,14 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict, recorddict_to_fitins
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import digest
-from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir, read_manifest
+from modelwright.core.config import ConfigError, ModelwrightError, derive_seed, digest
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
 from modelwright.pipeline.stages.specs import known_stages
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright_federated.config import FederatedConfig, load_settings
 from modelwright_federated.flower import (

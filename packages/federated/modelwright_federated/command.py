@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 APP_NAME = "modelwright-federated-app"
 APP = """\

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from modelwright.core.config import load_yaml, only_for, parse, unused_settings
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, load_yaml, only_for, parse, unused_settings
 from modelwright_federated.privacy import noise_multiplier
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from modelwright.core.artifacts import make_folder
-from modelwright.core.errors import ArtifactError, writing
-from modelwright.core.rundir import StageDir
+from modelwright.core.artifacts import ArtifactError, StageDir, make_folder, writing
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.model.peft_folder import save_adapter

@@ -22,7 +22,7 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright_federated.config import FederatedConfig
 from modelwright_federated.flower import ARRAYS, CONFIG, weights_of
 from modelwright_federated.local_training import ClientUpdate

@@ -22,9 +22,8 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from flwr.simulation import run_simulation
 from safetensors.numpy import load_file, save_file
 
-from modelwright.core.artifacts import make_folder, write_artifact, write_atomic
-from modelwright.core.config import digest
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
+from modelwright.core.artifacts import ArtifactError, make_folder, write_artifact, write_atomic, writing
+from modelwright.core.config import ConfigError, ModelwrightError, digest
 from modelwright.core.records import EventLog
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import merge_adapters

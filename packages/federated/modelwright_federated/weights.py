@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modelwright.core.errors import ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ModelwrightError, derive_seed
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_federated import flower
 from rank_processes import all_well, start_process
 from refusals import config_error

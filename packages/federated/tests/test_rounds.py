@@ -24,7 +24,7 @@ from federated_peers import (
     settings,
     trainings,
 )
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
 from modelwright_federated.server import LOG_FILE, STATE
 from modelwright_federated.weights import GlobalWeights

@@ -13,7 +13,7 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from federated_peers import MadeUp, MemoryGrid, from_round_1, mean_of, own_change, server, settings, trainings
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.core.records import read_records
 from modelwright_federated.client import FederatedClient
 from modelwright_federated.secure import mean_error, protocol

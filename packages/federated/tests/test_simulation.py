@@ -18,7 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_processes import federation
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_model

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped, rank_of_stage
 
 Kind = Literal["forward", "loss", "backward", "backward_input", "backward_weight"]

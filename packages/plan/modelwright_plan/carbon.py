@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.train.monitors.energy import CodecarbonTracker
 
 HOUR = datetime.timedelta(hours=1)

@@ -8,8 +8,8 @@ recomputation; publications that count attention to all positions state higher f
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import ModelConfig
 from modelwright.pipeline.estimate.layout import ComputeFormat
 from modelwright_plan.step_time import ComputeRate
 

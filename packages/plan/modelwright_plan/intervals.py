@@ -7,7 +7,7 @@ the time of work between checkpoints.
 import math
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.pipeline.estimate.cost import MemoryEstimate, RankPart, rank_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, layers_per_stage, rank_parts, sent_along

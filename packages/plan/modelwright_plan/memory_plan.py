@@ -19,13 +19,11 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import StageDir
+from modelwright.core.config import ConfigError, dump
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.microbenchmark import seconds_of

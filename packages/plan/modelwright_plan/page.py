@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError
 from modelwright.pipeline.report.charts import tornado_chart
 from modelwright_plan.cost.bill import Swing
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import yaml
 
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.cost import RankPart, duration, head_workspace, rank_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, rank_parts
 from modelwright.train.memory.activations import FP32_BYTES, ActivationCheckpointingConfig, Mode

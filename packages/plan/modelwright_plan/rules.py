@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright.pipeline.estimate.cost import duration, size
 from modelwright_plan.intervals import daly_interval_s, young_interval_s
 

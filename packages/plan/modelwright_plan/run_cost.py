@@ -8,9 +8,9 @@ from typing import Any
 
 from scipy.stats import chi2
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, read_attempts
+from modelwright.core.config import ConfigError
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.run_config import previous_config
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
 from modelwright.train.monitors.recovery_time import ANNOUNCED, FAULT, RECOVERIES_FILE

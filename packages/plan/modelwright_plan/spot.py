@@ -15,9 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, did_you_mean
 from modelwright.core.resources import PINNED_PYTHON, source_checkout
-from modelwright.core.texts import did_you_mean
 from modelwright.pipeline.estimate.cost import duration
 from modelwright_plan.cost.bill import Swing, tornado, tornado_lines
 from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s, young_interval_s

@@ -8,7 +8,7 @@ are in `layout_search`.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.train.memory.activations import BlockShape, Segment
 from modelwright_plan.bubble import StageTime
 

@@ -9,11 +9,10 @@ import pytest
 
 from modelwright.cli.config import setting_names
 from modelwright.cli.main import main
-from modelwright.core.config import save_yaml
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, save_yaml
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig
 from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU
 from modelwright.pipeline.estimate.probes.probe import ProbeResult

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import rank_of_stage
 from modelwright_plan.bubble import StageTime, bubble_s, bubble_share, order_of_work, simulate
 from refusals import config_error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright_plan.carbon import HOUR, CarbonTable, plan_start, read_carbon_table
 from refusals import config_error
 

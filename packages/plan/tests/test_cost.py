@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.recipes.load import RECIPES
 from modelwright_plan.cost.bill import Bill, bill_tornado, make_bill
 from modelwright_plan.cost.prices import OLD_AFTER_DAYS, Price, PriceTable, age_warnings, load_prices, shipped_prices

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.config import save_yaml
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.core.artifacts import save_yaml
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.recipes.load import load
 from modelwright.train.memory.activations import ActivationCheckpointingConfig

@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import poisson
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError
 from modelwright_plan.run_cost import MeasuredRate, measured_rate, measured_recovery_s
 from refusals import config_error
 

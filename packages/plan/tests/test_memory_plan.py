@@ -11,9 +11,8 @@ import pytest
 
 from memory_references import check_arena
 from modelwright.cli.main import main
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.core.config import ConfigError, parse
+from modelwright.model.decoder import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.trace import Lifetime, MemoryTimeline, plan_arena

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_plan.rules import (
     EVALUATORS,
     PublishedRule,

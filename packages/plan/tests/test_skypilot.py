@@ -14,7 +14,7 @@ import yaml
 import modelwright
 from modelwright.cli.main import main
 from modelwright.core import resources
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_plan.spot import ENVIRONMENT, SkyTask, check_task
 from refusals import config_error
 

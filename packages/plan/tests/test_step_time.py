@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.train.memory.activations import (
     OPERATORS,
     ActivationCheckpointingConfig,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 from modelwright_sandbox.sandbox import Execution, Program, Sandbox, SandboxLimits
 

@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright_sandbox.frames import read_frame, write_frame
 
 KINDS = ("namespaces", "landlock")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.build import build_reward
 from modelwright.reward.reward import Reward, Score
 from modelwright_sandbox.code import CodeConfig, extract_program, read_tests, same_output

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright_sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxError, SandboxLimits
 from refusals import config_error
 from sandbox_attacks import ATTACKS, source_of

@@ -18,23 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
+from modelwright.core.artifacts import ArtifactError, StageDir, StorageError
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, derive_seed, digest, dump
 from modelwright.core.progress import Progress
 from modelwright.core.records import EventLog
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import World
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stage import RunConfig, StageInputs
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import heldout_sample
 from modelwright.train.build import train

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
+from modelwright.core.config import ConfigError, read_overrides, split_settings
 from modelwright.core.config_docs import field_docs
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
 from modelwright.recipes.display import choose_display
 from modelwright_search.config import SearchConfig, option
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 SPACES = ("architecture", "hyperparameters")
 

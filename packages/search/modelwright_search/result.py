@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import merge, save_yaml
-from modelwright.core.errors import ModelwrightError
-from modelwright.model.config import ModelConfig
+from modelwright.core.artifacts import save_yaml, write_atomic
+from modelwright.core.config import ModelwrightError, merge
+from modelwright.model.decoder import ModelConfig
 from modelwright_search.candidates import NUM_APPEALS, Candidates
 from modelwright_search.config import SearchConfig
 from modelwright_search.space import Choices

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import make_folder, read_manifest
-from modelwright.core.config import digest, dump, save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, lock_folder, make_folder, read_manifest, save_yaml
+from modelwright.core.config import ConfigError, digest, dump
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, lock_folder
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import borrowed_rows
 from modelwright.pipeline.run_config import previous_config, read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.init import folder_fingerprint
 from modelwright.pipeline.stages.pack import PACK
 from modelwright_search.candidates import JOURNAL, Candidates, Journal, load_for

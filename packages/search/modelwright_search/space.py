@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.core.config import load_yaml
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
-from modelwright.model.config import AttentionGate, ModelConfig
+from modelwright.core.config import ConfigError, did_you_mean, load_yaml
+from modelwright.model.decoder import AttentionGate, ModelConfig
 from modelwright.train.config import TrainConfig
 from modelwright_search.config import SPACES
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.core.config import digest
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed, digest
 from modelwright_search.candidates import Candidates
 from modelwright_search.space import Choices, Space
 

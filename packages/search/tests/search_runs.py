@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.main import main
+from modelwright.core.artifacts import RunDir
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
 from modelwright_search.result import SearchResult
 from modelwright_search.run import SearchConfig, search

@@ -11,7 +11,7 @@ import pytest
 import chance_latencies
 from modelwright.core.config import digest
 from modelwright.core.records import read_records
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright_search.candidates import Candidates
 from rank_processes import start_process
 from search_runs import copied, search_in, trials_of, wish

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir
 from modelwright.recipes.load import load
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob, TrainResult

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.decoder import Decoder
 from modelwright.recipes.load import recipe
 from modelwright_search.space import architecture, hyperparameters, kind_of, num_kv_heads, space_of

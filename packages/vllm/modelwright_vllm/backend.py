@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from modelwright.compress.int8 import is_int8_folder
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.hf import is_sequence_classifier, load_config
 from modelwright.model.vision.llava import is_llava_folder
 from modelwright.serve.config import ServeConfig

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve.account.monitoring import NO_LOAD
 from modelwright.serve.engines.client import EngineEnd, EngineEvents, EngineInfo, Job, refuse_lacking

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright_vllm.guard import GRACE_S
 
 log = logging.getLogger("modelwright.serve")

@@ -12,10 +12,10 @@ from pathlib import Path
 import uvicorn
 
 from modelwright.infer.engine import EngineConfig
-from modelwright.serve.application import Application
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.load import ModelSource
+from modelwright.serve.server import Application
 
 REASON = "ValueError: No available memory for the cache blocks."
 TESTS = Path(__file__).parent

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.config import dump, merge, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import all_paths, read_overrides, split_settings
+from modelwright.core.config import ConfigError, all_paths, dump, merge, parse, read_overrides, split_settings
 from modelwright.recipes.display import shown_progress
 
 _FLAGS = ("preview", "help")

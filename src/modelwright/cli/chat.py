@@ -35,7 +35,7 @@ def chat(words: Sequence[str]) -> int:
     options = parser().parse_args(words)
     import yaml
 
-    from modelwright.core.errors import ConfigError
+    from modelwright.core.config import ConfigError
     from modelwright.data.sources.turns import read_tools
     from modelwright.infer.sequence import SamplingParams
     from modelwright.recipes.models import find

@@ -4,9 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.config import merge
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, merge, read_overrides, split_settings
 
 _FLAGS = ("out", "engine", "parquet", "explain", "dry-run", "help")
 

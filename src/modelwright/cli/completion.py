@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.extras import require
+from modelwright.core.config import require
 
 SHELLS = ("bash", "zsh", "fish")
 

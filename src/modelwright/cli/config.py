@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, read_overrides, split_settings
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting
@@ -56,8 +55,8 @@ def config(words: Sequence[str]) -> int:
 def run_settings() -> "list[Setting]":
     """Lists all settings of a run, shared ones once: those that training stages inherit are under `training`."""
     from modelwright.core.config_docs import settings_of
-    from modelwright.pipeline.config import INHERITED, SHARED
     from modelwright.pipeline.run_config import run_schema, training_names
+    from modelwright.pipeline.stage import INHERITED, SHARED
 
     known, inherited = list(settings_of(run_schema())), tuple(f"{name}." for name in ("training", *INHERITED, *SHARED))
     shared = {one.key.removeprefix("training.") for one in known if one.key.startswith(inherited)}
@@ -87,8 +86,8 @@ def setting_names() -> list[str]:
 
 def markdown() -> str:
     """Returns the page docs/config.md. Settings that all training stages have are in one table."""
-    from modelwright.pipeline.config import SHARED, inherited
     from modelwright.pipeline.run_config import training_names
+    from modelwright.pipeline.stage import SHARED, inherited
     from modelwright.pipeline.stages.specs import known_stages
 
     first, *others = trainings = training_names()

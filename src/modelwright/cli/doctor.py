@@ -9,7 +9,7 @@ from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.recipes.display import choose_display
 
 

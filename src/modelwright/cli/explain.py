@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from modelwright.cli.config import run_settings, setting_names
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import nearest
+from modelwright.core.config import ConfigError, nearest
 
 
 def parser() -> argparse.ArgumentParser:

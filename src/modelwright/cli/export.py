@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.serve import STAGE_HELP, show_remark
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:

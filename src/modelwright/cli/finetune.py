@@ -7,8 +7,7 @@ from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.run import add_run_options, carry_out
 from modelwright.cli.show import print_shown
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import named_stages, read_overrides, split_settings
+from modelwright.core.config import ConfigError, named_stages, read_overrides, split_settings
 
 _FLAGS = ("lora", "stages", "run-dir", "dry-run", "restart", "nproc", "board", "help")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.run import run_words
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 LAUNCH_FLAGS = (
     "nproc", "nnodes", "rdzv-endpoint", "external-store", "local-addr", "run-id", "max-restarts", "join-timeout-s",

@@ -7,8 +7,7 @@ from pathlib import Path
 from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, read_overrides, split_settings
 from modelwright.recipes.display import shown_progress
 
 _FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")

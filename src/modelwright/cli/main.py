@@ -38,9 +38,8 @@ from modelwright.cli.completion import completion
 from modelwright.cli.parsers import Command
 from modelwright.cli.processes import EXIT_REPORT_DIR, GOES_ON, StopSignals, leave_with_parent, write_exit_report
 from modelwright.core import VERSION
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError, did_you_mean
 from modelwright.core.extensions import offered
-from modelwright.core.texts import did_you_mean
 
 _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP

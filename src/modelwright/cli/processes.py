@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from modelwright.core.errors import ModelwrightError, Stopped
+from modelwright.core.config import ModelwrightError, Stopped
 
 if TYPE_CHECKING:
     from modelwright.parallel.elastic import LaunchConfig

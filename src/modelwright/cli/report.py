@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:

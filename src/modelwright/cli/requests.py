@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.recipes.display import shown_progress
 
 DAY_S = 86_400.0

@@ -16,15 +16,14 @@ from modelwright.cli.config import setting_names
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import Say, is_first, is_started, print_ending, supervise
 from modelwright.cli.recipes import recipe_names
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import named_stages, read_overrides, split_settings
+from modelwright.core.config import ConfigError, named_stages, read_overrides, split_settings
 from modelwright.recipes.display import duration, shown_progress
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "board", "help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describes the options; `core.overrides` reads the settings of the run itself."""
+    """Describes the options; `core.config` reads the settings of the run itself."""
     parser = new_parser(
         "run",
         "Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",

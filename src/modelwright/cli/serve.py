@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import leave_with_parent
-from modelwright.core.errors import ConfigError
-from modelwright.core.extras import require
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, read_overrides, require, split_settings
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting

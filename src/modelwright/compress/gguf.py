@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from modelwright.compress.gguf_vocabulary import Vocabulary, read_vocabulary
-from modelwright.core.errors import ConfigError, ModelError, writing
-from modelwright.model.config import Activation, ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError, ModelError
+from modelwright.model.decoder import Activation, Decoder, ModelConfig
 from modelwright.model.hf import FolderWeights, open_model, type_of
 from modelwright.ops.rope_norm_swiglu import RopeKind, RopeScaling, scaled_frequencies
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.data.tokenizer.decode import is_byte_level
 from modelwright.data.tokenizer.tokenizer import PATTERN, Tokenizer
 

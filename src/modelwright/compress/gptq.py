@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.compress.fold import norm_readers
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Block, Decoder, Linear

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.compress.integer_linear import GridLinear, InputGrid, Int8Linear
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.compress.int8 import GridLinear, InputGrid, Int8Linear
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.int_grid import ACTIVATION_LEVELS, TINY, activation_range

@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Block, Decoder, Linear
+from modelwright.model.decoder import Block, Decoder, Linear, ModelConfig
 
 Moments = Mapping[str, Tensor]
 """E[x_c^2] of the inputs of output and down projections, by their names."""

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 WHOLE_GRADIENTS = "whole gradients after backward"
 UNDIVIDED_GRADIENTS = "every parameter's gradient in one piece on every rank"

@@ -1,30 +1,92 @@
-"""Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
+"""Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides, and the errors that
+say what a user must change: one sentence that names the problem and the remedy. The command line prints the
+message of a `ModelwrightError` without a traceback; anything else is a bug and keeps its traceback.
 
 A config is a frozen keyword-only dataclass next to the class that it configures; it checks its own values in
 `__post_init__`. This module turns mappings into such dataclasses and back.
+
+Optional libraries come with extras: a module of an extra is imported where it is used, never at the top of a module
+that the core loads, and `require` names those that are not installed. pyproject.toml has the versions. Extras that a
+single file needs (`gguf`, `otel`) are named in that file.
 
 Numbers as people write them: `2M`, `1.5K`, `64Ki`, `180MiB`, `9e14`, `10TFLOP/s`. The prefixes K, M, G and T are powers
 of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not matter.
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
+import os
 import re
+import signal
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import yaml
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
+
+class ModelwrightError(Exception):
+    """Something a user did or a machine refused; the text says what to do about it."""
+
+    exit_code = 2
+
+
+class ConfigError(ModelwrightError, ValueError):
+    """A configuration value is unknown, of the wrong type or out of range; the text starts with its path.
+
+    code: a stable word for programs: `unknown` (no such setting), `missing`, `type`, `choice`, else `invalid`.
+    """
+
+    def __init__(self, text: str, *, code: str = "invalid") -> None:
+        super().__init__(text)
+        self.code = code
+
+    @property
+    def key(self) -> str:
+        """Setting, option or file that the text is about; "" if it names none."""
+        name, colon, _ = str(self).partition(": ")
+        return name.removeprefix("--") if colon and " " not in name else ""
+
+
+class DataError(ModelwrightError, ValueError):
+    """Input data cannot be read; the text names the file and, where there is one, the line."""
+
+
+class ModelError(ModelwrightError, ValueError):
+    """A model folder cannot be loaded: unsupported architecture, missing tensors, wrong shapes."""
+
+
+class Stopped(ModelwrightError):
+    """The process was asked to stop by a signal (SIGTERM unless told otherwise); finished work stays."""
+
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
+"""Exceptions that end work on request: `Stopped` in training; elsewhere, Ctrl-C and SIGTERM."""
+
+
+@contextmanager
+def prefix_errors(section: str) -> Generator[None]:
+    """Convert a `ConfigError` about a field into one about that field of `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}", code=error.code) from None
+
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d{1,3})?) ?([kmgt]i?|)((?:b|flop)?(?:/s)?)", re.IGNORECASE)
@@ -269,13 +331,6 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def save_yaml(path: Path | str, config: Any) -> None:
-    """Write a config as plain data, keys in the order of definition. A reader sees the old file or the new one, never
-    a part.
-    """
-    write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-
-
 class _ListsInLine(yaml.SafeDumper):
     """Writes lists of plain values on one line."""
 
@@ -370,3 +425,232 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: must be a finite number, got {value}")
     return value
+
+
+SIMILARITY = 0.65
+"""Least ratio of `difflib` at which a name is taken for a misspelling of another: that of `rum` and `run` is 0.67."""
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def nearest(word: str, known: Iterable[str], *, similarity: float = SIMILARITY) -> str:
+    """Returns the known word with `word` as initials (`lr` for `learning_rate`), or the most similar; "" for none."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=similarity)
+    # Initials first: short words resemble many names, but few names have them as initials.
+    by_initials = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
+    return [*by_initials, *near, ""][0]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Returns `; did you mean NAME?` with the nearest known word, or ""."""
+    near = nearest(word, known)
+    return f"; did you mean {prefix + near!r}?" if near else ""
+
+
+def hub_hint(word: str) -> str:
+    """Returns a hint for the name of a model on a hub (`owner/name`): nothing is downloaded, and how to get a folder;
+    "" for other words.
+    """
+    owner = word.partition("/")[0]
+    if not _HUB_NAME.fullmatch(word) or os.path.isdir(owner) or owner in (".", ".."):
+        return ""
+    return (
+        f"; if this is the name of a model on a hub: nothing is downloaded here, so fetch its folder first "
+        f"(hf download {word} --local-dir FOLDER, on a machine with a connection) and name FOLDER"
+    )
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """Returns a 63-bit seed for the stream called `names`: stable across machines, processes and Python versions."""
+    # `hash` differs between processes; 63 bits, because torch's and NumPy's seeds are signed 64-bit numbers.
+    text = "/".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+OPTION_SIMILARITY = 0.85
+"""Least similarity of an option's name: higher than for settings, because options are short words."""
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Split into the words before the first option and `(option, its values)` in order. A value is every word up to the
+    next one that starts with `--`; after a bare `--` nothing is an option.
+    """
+    leading: list[str] = []
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            leading.append(word)
+    return leading, options
+
+
+def split_settings(
+    words: Sequence[str], own: Sequence[str]
+) -> tuple[list[str], list[str], list[tuple[str, list[str]]]]:
+    """Split into the words before the first option, the options in `own` as words for a parser, and all other options,
+    which are settings. `-h` becomes `--help`, which `own` should contain.
+    """
+    leading, options = split_words(words)
+    spelled = [word for name, values in options if name in own for word in (f"--{name}", *values)]
+    if "-h" in words:
+        spelled.append("--help")
+    return leading, spelled, [option for option in options if option[0] not in own]
+
+
+def named_stages(text: str | None) -> tuple[str, ...]:
+    """Returns the names in `--stages A,B`; empty if the option was not given."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
+    return names
+
+
+def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the mapping that the options describe, for the dataclass `config`. An option without a value means
+    `true`. own: options of the command itself. Raises `ConfigError` for a setting that does not exist, with the nearest
+    setting or option, if one is near.
+    """
+    data: dict[str, Any] = {}
+    for dotted, words in options:
+        dotted = dotted.replace("-", "_")
+        num_groups = _num_groups(config, dotted)
+        hint: Any = config
+        for name in dotted.split(".", num_groups):
+            # Constants included: `parse` says of one that it is fixed, which is more than "unknown".
+            if dataclasses.is_dataclass(hint) and name in (hints := typing.get_type_hints(hint)):
+                hint = hints[name]
+            elif typing.get_origin(hint) is dict:
+                hint = typing.get_args(hint)[1]
+            elif hint is not Any:  # a setting of another package, which checks it
+                near = _nearest(config, dotted, own)
+                text = f"; did you mean --{near}?" if near else ""
+                if dataclasses.is_dataclass(hint):
+                    text += f" (known there: {', '.join(_hints(hint))})"
+                raise ConfigError(f"--{dotted}: unknown setting{text}", code="unknown")
+        set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=num_groups)
+    return data
+
+
+def nested_settings(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of the dataclass `config` as nested mappings. given: by dotted name, or as nested mappings."""
+    data: dict[str, Any] = {}
+    for dotted, value in given.items():
+        one: dict[str, Any] = {}
+        set_dotted(one, dotted, value, maxsplit=_num_groups(config, dotted))
+        data = merge(data, one)
+    return data
+
+
+def _num_groups(config: type, dotted: str) -> int:
+    """Number of a path's dots that separate groups. Dots in the key of a mapping of numbers belong to the key, as in
+    `clean.quality.limits.prose.max_digit_fraction`; those below a mapping of anything separate groups, as in
+    `training.techniques.NAME.SETTING`.
+    """
+    hint: Any = config
+    names = dotted.split(".")
+    for number, name in enumerate(names):
+        if typing.get_origin(hint) is dict and typing.get_args(hint)[1] is not Any:
+            return number
+        hint = _hints(hint).get(name)
+    return len(names) - 1
+
+
+def _hints(config: Any) -> dict[str, Any]:
+    """The types of a dataclass's settings by name; empty for anything else."""
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        return {}
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config) if not is_constant(field)}
+
+
+def all_paths(config: type, prefix: str = "") -> Iterator[str]:
+    """Yields every dotted path of a config dataclass, groups included."""
+    for name, hint in _hints(config).items():
+        yield prefix + name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from all_paths(hint, f"{prefix}{name}.")
+
+
+def _nearest(config: type, dotted: str, own: Sequence[str]) -> str:
+    """Returns the most similar option, or the most similar setting, in the same group if that exists; "" for none."""
+    if option := nearest(dotted.replace("_", "-"), own, similarity=OPTION_SIMILARITY):
+        return option
+    known = list(all_paths(config))
+    group, _, last = dotted.rpartition(".")
+    siblings = [path for path in known if path.startswith(f"{group}.")]
+    by_last: dict[str, str] = {path.rpartition(".")[2]: path for path in reversed(siblings or known)}
+    # Only last names are compared within a group: its full names resemble each other for the group's name alone.
+    return ("" if siblings else nearest(dotted, known)) or by_last.get(nearest(last, by_last), "")
+
+
+def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
+    item = _item(hint)
+    kind = hint if item is None else item
+    is_text = kind is str
+    if typing.get_origin(kind) is typing.Literal:
+        is_text = all(isinstance(choice, str) for choice in typing.get_args(kind))
+    if not words:
+        if is_text or item is not None:
+            raise ConfigError(f"--{dotted}: needs a value")
+        return True
+    if typing.get_origin(hint) is dict and words[0].startswith("{"):
+        value = parse_scalar(" ".join(words))  # braces that a shell has cut at their spaces
+        if not value:
+            raise ConfigError(f"--{dotted}: {{}} changes nothing, because entries are added to those that are set")
+        return value
+    if item is None:
+        if len(words) > 1:
+            spare = " ".join(words[1:])
+            raise ConfigError(f"--{dotted}: takes one value; {spare!r} is one too many (the recipe comes first)")
+        return words[0] if is_text else parse_scalar(words[0])
+    if words[0].startswith("[") and words[-1].endswith("]"):  # as a configuration file has it, perhaps cut at spaces
+        inner = " ".join(words)[1:-1].strip()
+        words = [word.strip().strip("'\"") for word in inner.split(",")] if inner else []
+    return [word if is_text else parse_scalar(word) for word in words]
+
+
+def _item(hint: Any) -> Any:
+    """Item type of a tuple field, `None` for a field with a single value."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        result = [_item(arg) for arg in typing.get_args(hint)]
+        return next((item for item in result if item is not None), None)
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+
+
+EXTRA_MODULES: Mapping[str, tuple[str, ...]] = {
+    "clean": ("resiliparse", "fastwarc", "rensa", "phonenumbers", "stdnum", "py3langid", "sklearn", "scipy"),
+    "completion": ("shtab",),
+    "hub": ("huggingface_hub",),
+    "images": ("PIL", "sklearn", "scipy"),
+    "report": ("matplotlib",),
+    "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client", "openai", "scipy"),
+    "tensorboard": ("tensorboardX",),
+}
+
+
+def is_installed(extra: str) -> bool:
+    """Returns True if every module of the extra can be found. Imports none of them."""
+    return all(find_spec(module) is not None for module in EXTRA_MODULES[extra])
+
+
+def install_line(*extras: str) -> str:
+    """Returns the command that installs the extras."""
+    return f"pip install 'modelwright[{','.join(dict.fromkeys(extras))}]'"
+
+
+def require(needs: Mapping[str, str]) -> None:
+    """Raises one `ConfigError` for all extras that are not installed. needs: the extra, by the setting, command or file
+    that needs it.
+    """
+    lacking = {name: extra for name, extra in needs.items() if not is_installed(extra)}
+    if lacking:
+        first, *others = lacking
+        also = f" (as do {', '.join(others)})" if len(others) > 1 else f" (as does {others[0]})" if others else ""
+        text = f"{first}: needs packages that are not installed{also}"
+        raise ConfigError(f"{text}; {install_line(*sorted(lacking.values()))}", code="missing")

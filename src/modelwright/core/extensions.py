@@ -10,9 +10,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
+from modelwright.core.config import ConfigError, did_you_mean, parse
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.extras import require
-from modelwright.core.texts import hub_hint, redact_text
+from modelwright.core.config import ConfigError, hub_hint, require
+from modelwright.core.texts import redact_text
 
 DATASETS = "hf://datasets/"
 """Beginning of a source on a hub: hf://datasets/OWNER/NAME[@REVISION][/FILE, FOLDER or PATTERN]."""

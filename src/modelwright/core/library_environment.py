@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 SWITCH = "MODELWRIGHT_ISA"
 """Environment variable with the name of an older instruction set that this process is restricted to."""

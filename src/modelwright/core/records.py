@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import writing
+from modelwright.core.artifacts import write_atomic, writing
 from modelwright.core.sinks import MetricSink
 
 

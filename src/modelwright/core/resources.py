@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 class ResourceUse:

@@ -14,9 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from modelwright.core.config import flatten
-from modelwright.core.errors import ConfigError
-from modelwright.core.extras import install_line, is_installed
+from modelwright.core.config import ConfigError, flatten, install_line, is_installed
 from modelwright.core.texts import redact_text
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 
 Kind = Literal["prose", "code", "qa", "image"]
 Split = Literal["train", "heldout", "open"]

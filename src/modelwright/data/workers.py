@@ -20,7 +20,7 @@ from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 
 _MOST_BREAKS = 3
 # Two a worker: the next item is there when one is done, and few items wait in memory.

@@ -14,9 +14,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.core.progress import Progress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.tokenizer.decode import TextStream
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine

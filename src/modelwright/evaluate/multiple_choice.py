@@ -37,9 +37,14 @@ from numpy.typing import NDArray
 from modelwright.core.progress import Progress
 from modelwright.data.document import Document
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
-from modelwright.evaluate.scoring import Scored, sequence_nats
-from modelwright.evaluate.statistics import log10_binomial_tail, wilson_interval
+from modelwright.evaluate.scoring import (
+    EvaluateConfig,
+    MultipleChoiceConfig,
+    Scored,
+    log10_binomial_tail,
+    sequence_nats,
+    wilson_interval,
+)
 from modelwright.model.decoder import Decoder
 
 NUM_CANDIDATES = 4

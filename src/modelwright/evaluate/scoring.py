@@ -5,32 +5,112 @@ Long sequences are split into overlapping windows, and windows are packed into r
 predictions; prediction i is of token i + 1 from the tokens up to i. Bytes are those of the record's own text, so that
 models with different tokenizers can be compared by them.
 
+`score_records` and its neighbors score single records for one model: reference answers, choices by likelihood,
+generated numbers, and costs in nats of answers and texts.
+
+Intervals and exact tests for proportions. Pure Python, in log space for small numbers.
+
+Two models on the same records: differences with a paired bootstrap.
+
+Records are drawn with replacement, each with the results of both models, so that the difficulty of a record for both
+cancels out (Efron & Tibshirani 1993, chapters 13 and 15; for language models Koehn 2004). The p-value is that of the
+percentile interval which just includes no difference: twice the share of the resamples on the smaller side of 0.
+
+`EvaluateConfig` has the settings of the evaluation: its measures and the amount of text for them.
+
 Legend: B rows, T tokens, D model width, N predictions.
 """
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import ConfigError, DataError, constant, derive_seed
 from modelwright.core.progress import Progress
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, join_turns
 from modelwright.data.rows.examples import template_variables
 from modelwright.data.rows.pack import best_fit
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
+from modelwright.infer.generate import generate
+from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.tensor_heap import use_tensor_heap
+from modelwright.reward.numeric_match import MARKER, equal, final_number
+
+Score = Literal["byte", "token", "pmi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoiceConfig:
+    """The multiple-choice benchmark made from validation question/answer pairs."""
+
+    num_questions: int = 600
+    """Most questions; 0 leaves the benchmark out."""
+    score: Score = "byte"
+    """Score that ranks answers for the headline accuracy: log-likelihood per UTF-8 `byte` or per `token`, or `pmi`, its
+    gain per byte over the same answer without the question (Holtzman et al. 2021)."""
+    min_answer_bytes: int = constant(20)
+    """Shortest answer that is asked for."""
+    max_answer_bytes: int = constant(400)
+    """Longest answer that is asked for."""
+    seed: int = constant(0)
+    """Seed of questions, distractors and positions."""
+
+    def __post_init__(self) -> None:
+        if self.num_questions < 0:
+            raise ConfigError(f"num_questions: must be 0 (none) or more, got {self.num_questions}")
+        if not 0 < self.min_answer_bytes <= self.max_answer_bytes:
+            raise ConfigError(
+                f"min_answer_bytes: {self.min_answer_bytes} must be at least 1 and at most max_answer_bytes "
+                f"({self.max_answer_bytes})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Settings of the scores of a model and of its baselines."""
+
+    domains: tuple[str, ...] = ("prose", "code")
+    """Kinds of validation documents that get bits per byte; where none of them exists, the question/answer pairs get
+    them. Empty measures none. Answers get a perplexity in any case."""
+    max_bytes_per_domain: int = 400_000
+    """Size of a deterministic sample of whole documents; 0 takes all."""
+    context_overlap: float = 0.5
+    """Fraction of the context that a window shares with the one before: a token far into a document sees at least this
+    fraction of the context, at 1 / (1 - overlap) times the compute."""
+    max_context: int = constant(2048)
+    """Most tokens of context, for models whose own would not fit in memory."""
+    batch_tokens: int = constant(4096)
+    """Tokens per forward pass."""
+    bootstrap_resamples: int = constant(1000)
+    """Resamples of documents behind the 95% intervals."""
+    multiple_choice: MultipleChoiceConfig = MultipleChoiceConfig()
+    bigram_tokens: int = constant(50_000_000)
+    """Most training tokens for the bigram baseline; 0 takes all."""
+    seed: int = constant(0)
+    """Seed of the samples."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.context_overlap < 1.0:
+            raise ConfigError(f"context_overlap: must be at least 0 and below 1, got {self.context_overlap}")
+        for name, least in (
+            ("max_bytes_per_domain", 0),
+            ("max_context", 1),
+            ("batch_tokens", 1),
+            ("bootstrap_resamples", 1),
+            ("bigram_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -354,3 +434,258 @@ def summarize_answer_scores(records: Sequence[Mapping[str, Any]], *, resamples: 
 def perplexity(nats_per_token: float) -> float:
     """exp of the loss in nats; the largest float for a loss beyond it."""
     return math.exp(min(nats_per_token, 700.0))
+
+
+Rows = list[dict[str, Any]]
+"""Plain results, one for each record, with its `id`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordScores:
+    """Scores of some records for one model; the lists of two models on the same records have the same ids."""
+
+    answers: Rows
+    """`num_tokens`, `num_bytes` and `nats` of the reference answers."""
+    choices: Rows
+    """`choice`, `right` and `correct` of records with choices."""
+    numbers: Rows
+    """`answer`, as generated, and `correct` of records whose reference answer ends with a number, as in GSM8K."""
+
+
+def score_records(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    config: EvaluateConfig,
+    *,
+    max_new_tokens: int,
+    progress: Progress,
+) -> RecordScores:
+    """Score question/answer documents. Raises `DataError` with the id of a record that the chat template refuses."""
+    return RecordScores(
+        answers=score_answers(model, tokenizer, documents, config, progress=progress),
+        choices=score_choices(model, tokenizer, documents, config, progress=progress),
+        numbers=generate_numbers(model, tokenizer, documents, max_new_tokens=max_new_tokens, progress=progress),
+    )
+
+
+def score_choices(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> Rows:
+    """Chooses the likeliest choice per byte of each record with choices, as the assistant's answer
+    (see `multiple_choice`).
+    """
+    asked = [document for document in documents if document.meta.get("choices")]
+    sequences: list[Scored] = []
+    for document in asked:
+        prompt = _prompt(tokenizer, document)
+        sequences += [Scored([*prompt, *tokenizer.encode(text)], len(prompt)) for text in document.meta["choices"]]
+    nats = sequence_nats(
+        model,
+        sequences,
+        context_overlap=config.context_overlap,
+        max_context=config.max_context,
+        batch_tokens=config.batch_tokens,
+        progress=progress,
+        name="choices",
+    )
+    rows, at = [], 0
+    for document in asked:
+        sizes = np.array([len(text.encode("utf-8")) for text in document.meta["choices"]])
+        choice = int((nats[at : at + len(sizes)] / sizes).argmin())
+        at += len(sizes)
+        right = int(document.meta["right"])
+        rows.append({"id": document.id, "choice": choice, "right": right, "correct": choice == right})
+    return rows
+
+
+def generate_numbers(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *, max_new_tokens: int, progress: Progress
+) -> Rows:
+    """Generates greedy answers to the records whose reference answer has a number after `####`, and compares theirs. An
+    answer's number is that in its last box, after its last `####`, or its last one. Prompts that leave no room for an
+    answer in the model's context count as wrong.
+    """
+    answers = [(document, answer_text(document)) for document in documents]
+    asked = [(d, number) for d, text in answers if MARKER in text and (number := final_number(text, "marker"))]
+    prompts = [_prompt(tokenizer, document) for document, _ in asked]
+    room = [model.config.max_seq_len - len(prompt) for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=min(max_new_tokens, most), stop_ids=tokenizer.stop_ids)
+        for most in room
+        if most > 0
+    ]
+    progress.begin("exact match", len(params), "answers")
+    fitting = [prompt for prompt, most in zip(prompts, room, strict=True) if most > 0]
+    completions = iter(generate(model, fitting, params, on_step=progress.advance) if fitting else ())
+    progress.end()
+    rows = []
+    for (document, reference), most in zip(asked, room, strict=True):
+        text = tokenizer.decode(next(completions).token_ids) if most > 0 else ""
+        number = final_number(text, "any")
+        correct = number is not None and equal(number, reference, 0.0)
+        rows.append({"id": document.id, "answer": text, "correct": correct})
+    return rows
+
+
+def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Encodes the conversation before the last answer. Raises `DataError` with the record's id."""
+    last = max(place for place, turn in enumerate(document.messages) if turn["role"] == "assistant")
+    try:
+        return tokenizer.chat.encode_prompt(
+            document.messages[:last], tools=document.tools, variables=template_variables(document)
+        )
+    except DataError as error:
+        raise DataError(f"{document.id}: {error}") from None
+
+
+ANSWERS, TEXT = "answers", "text"
+
+
+def record_costs(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> dict[str, list[dict[str, Any]]]:
+    """Scores documents; returns plain rows with `id`, `num_tokens`, `num_bytes` and `nats` in their order, by key:
+    `answers` of conversations, `text` of other documents; a key without documents is left out.
+    """
+    spoken = [document for document in documents if document.kind == "qa" and document.has_answer]
+    written = [document for document in documents if document.kind != "qa"]
+    rows = {
+        ANSWERS: score_answers(model, tokenizer, spoken, config, progress=progress) if spoken else [],
+        TEXT: text_costs(model, tokenizer, written, config, progress=progress) if written else [],
+    }
+    return {name: found for name, found in rows.items() if found}
+
+
+def text_costs(
+    model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], config: EvaluateConfig, *, progress: Progress
+) -> list[dict[str, Any]]:
+    """Scores the whole text of each document, a conversation's included."""
+    return [asdict(score) for score in score_documents(model, tokenizer, documents, config, progress=progress)]
+
+
+Z_95 = 1.959963984540054
+"""97.5% quantile of the standard normal distribution."""
+
+
+def wilson_interval(num_correct: int, num_trials: int, z: float = Z_95) -> tuple[float, float]:
+    """Score interval of a proportion (Wilson 1927); 95% by default. No trials: (0, 1)."""
+    if num_trials == 0:
+        return 0.0, 1.0
+    share, spread = num_correct / num_trials, z * z / num_trials
+    center = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / num_trials + spread / (4 * num_trials)) / (1 + spread)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def log10_binomial_tail(num_correct: int, num_trials: int, chance: float) -> float:
+    """log10 of the exact one-sided p-value P(X >= num_correct), X ~ Binomial(num_trials, chance); 0 < chance < 1."""
+    if num_correct <= 0:
+        return 0.0
+    terms: list[float] = []
+    for k in range(num_correct, num_trials + 1):
+        choices = math.lgamma(num_trials + 1) - math.lgamma(k + 1) - math.lgamma(num_trials - k + 1)
+        terms.append(choices + k * math.log(chance) + (num_trials - k) * math.log1p(-chance))
+    # The largest term is taken out of the sum, which could underflow otherwise.
+    highest = max(terms)
+    total = highest + math.log(math.fsum(math.exp(term - highest) for term in terms))
+    return min(0.0, total) / math.log(10)
+
+
+def log10_sign_test(num_better: int, num_worse: int) -> float:
+    """log10 of the exact two-sided p-value that better and worse are equally likely (McNemar's exact test)."""
+    # Two-sided: twice the tail of the larger count, at most 1.
+    one_sided = log10_binomial_tail(max(num_better, num_worse), num_better + num_worse, 0.5)
+    return min(0.0, one_sided + math.log10(2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A measure of both models. low, high: 95% interval of `difference`, which is the second minus the first."""
+
+    name: str
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    num_records: int
+    lower_is_better: bool
+    won: int
+    """Records on which the second model is better."""
+    lost: int
+    """Records on which the first model is better."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_scores(first: RecordScores, second: RecordScores, *, resamples: int, seed: int) -> list[Measure]:
+    """Compares all measures that the records allow. Answers are compared per token where both models cut them into
+    equally many tokens, and always per byte. Raises `ValueError` if the two were not scored on the same records.
+    """
+    measures: list[Measure] = []
+    answers = _paired(first.answers, second.answers)
+    nats = [np.array([row["nats"] for row in rows]) for rows in answers]
+    if answers[0] and all(a["num_tokens"] == b["num_tokens"] for a, b in zip(*answers, strict=True)):
+        tokens = np.array([float(row["num_tokens"]) for row in answers[0]])
+        measures.append(_ratio("nats per token of answers", nats, tokens, resamples=resamples, seed=seed))
+    if answers[0]:
+        sizes = np.array([float(row["num_bytes"]) for row in answers[0]])
+        bits = [one / math.log(2) for one in nats]
+        measures.append(_ratio("bits per byte of answers", bits, sizes, resamples=resamples, seed=seed))
+    for name, rows in (
+        ("multiple choice", _paired(first.choices, second.choices)),
+        ("exact match of numbers", _paired(first.numbers, second.numbers)),
+    ):
+        if rows[0]:
+            correct = [np.array([float(row["correct"]) for row in of_one]) for of_one in rows]
+            ones = np.ones(len(rows[0]))
+            measures.append(_ratio(name, correct, ones, resamples=resamples, seed=seed, lower_is_better=False))
+    return measures
+
+
+def perplexities(scores: RecordScores) -> float:
+    """Perplexity of all answers; nan without any."""
+    num_tokens = sum(row["num_tokens"] for row in scores.answers)
+    return perplexity(sum(row["nats"] for row in scores.answers) / num_tokens) if num_tokens else math.nan
+
+
+def _paired(first: Rows, second: Rows) -> tuple[Rows, Rows]:
+    if [row["id"] for row in first] != [row["id"] for row in second]:
+        raise ValueError("the two models were scored on different records")
+    return first, second
+
+
+def _ratio(
+    name: str,
+    values: Sequence[np.ndarray],
+    weights: np.ndarray,
+    *,
+    resamples: int,
+    seed: int,
+    lower_is_better: bool = True,
+) -> Measure:
+    """Compares two ratios sum(values) / sum(weights)."""
+    one, other = values
+    drawn = resampled_ratios(other - one, weights, resamples=resamples, seed=derive_seed(seed, "paired", name))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    # One is added to both counts, or a finite number of resamples could prove a probability of 0.
+    side = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+    better = (other < one) if lower_is_better else (other > one)
+    worse = (other > one) if lower_is_better else (other < one)
+    total = float(weights.sum())
+    return Measure(
+        name=name,
+        first=float(one.sum()) / total,
+        second=float(other.sum()) / total,
+        difference=float((other - one).sum()) / total,
+        low=float(low),
+        high=float(high),
+        p_value=min(1.0, 2 * (side + 1) / (resamples + 1)),
+        num_records=len(one),
+        lower_is_better=lower_is_better,
+        won=int(better.sum()),
+        lost=int(worse.sum()),
+    )

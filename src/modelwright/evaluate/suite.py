@@ -19,16 +19,15 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.evaluate import scoring
-from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.multiple_choice import answer_questions, build_questions, summarize_answers
-from modelwright.evaluate.statistics import log10_sign_test
+from modelwright.evaluate.scoring import EvaluateConfig, log10_sign_test
 from modelwright.model.decoder import Decoder
 
 ANSWERS_FILE = "answers.jsonl"

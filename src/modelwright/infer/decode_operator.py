@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.compress.integer_linear import WEIGHT_LEVELS, GridLinear, Int8Embedding, Int8Linear
-from modelwright.core.errors import ModelError
+from modelwright.compress.int8 import WEIGHT_LEVELS, GridLinear, Int8Embedding, Int8Linear
+from modelwright.core.config import ModelError
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.sequence import DecodeRow
 from modelwright.model.adapter_bank import AdapterBank
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Block, Decoder, Linear, RMSNorm
+from modelwright.model.decoder import Block, Decoder, Linear, ModelConfig, RMSNorm
 from modelwright.model.low_rank import LowRank
 from modelwright.ops import cpu_kernels, decode_step
 from modelwright.ops.lowp_linear import plain_cast

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.infer.decode_operator import decode_operator
 from modelwright.infer.graph_decoder import BLOCK_LEN, graph_decoder
 from modelwright.infer.kv_cache import BlockManager, PagedCache, PrefixCache

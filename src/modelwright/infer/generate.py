@@ -11,7 +11,7 @@ from functools import partial
 
 from torch.distributed.tensor import DTensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import Pixels, SamplingParams
 from modelwright.model.decoder import Decoder

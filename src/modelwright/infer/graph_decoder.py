@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.products import Product
 from modelwright.infer.sequence import DecodeRow

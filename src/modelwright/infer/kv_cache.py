@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelwright.infer.sequence import Sequence
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops.rope_norm_swiglu import RopeScaling
 
 

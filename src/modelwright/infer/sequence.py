@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.model.decoder import Decoder
 from modelwright.model.vision.llava import ImagePrefix, image_prefix
 

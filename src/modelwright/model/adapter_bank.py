@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.adapters import ADAPTER
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import MAGNITUDE, A, B, LowRank

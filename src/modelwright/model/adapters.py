@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model import low_rank
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder, Linear, StoredParameters
+from modelwright.model.decoder import Decoder, Linear, ModelConfig, StoredParameters
 
 ADAPTER = ".adapter."
 """Infix of the names of adapter parameters, after the name of the projection."""

@@ -24,11 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from modelwright.core.artifacts import fsync_folder, write_atomic
-from modelwright.core.errors import ConfigError, ModelError, StorageError, writing
+from modelwright.core.artifacts import StorageError, fsync_folder, write_atomic, writing
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.adapters import ADAPTER
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf_types import HF_TYPES
 from modelwright.model.hf_types.hf_type import HfSettings, HfType
 from modelwright.model.hf_types.own import OWN_TYPE

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import FLOAT_PRODUCTS, TRAINED_WEIGHTS, Feature, feature
-from modelwright.core.config import only_for
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed, only_for
 from modelwright.ops.lowp_linear import in_float
 from modelwright.ops.matmul import multiply_add
 from modelwright.ops.quantize import (

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.artifacts import make_folder, write_atomic, writing
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model.adapters import ADAPTER, adapters_of, attach_adapters, base_fingerprint, own_projections
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import hf_name, hf_tensors, read_json, read_tensors, type_of

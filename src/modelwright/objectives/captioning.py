@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_LAYERS, WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, constant
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower
 from modelwright.model.vision.llava import IMAGES, PIXELS, ImagePrefix

@@ -27,14 +27,12 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import SYNCHRONOUS_UPDATES, WHOLE_BATCHES, WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError, constant
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import PlannedRows
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_model, read_json, read_tensors, save_tensors, set_parameter
 from modelwright.model.vision.config import VisionConfig
 from modelwright.model.vision.folders import load_vision_tower, save_vision_tower

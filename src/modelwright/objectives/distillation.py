@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core import compatibility
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import LayerTaps
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives import teacher as teachers
 from modelwright.objectives.experience import RowPlan, completion_batch
 from modelwright.objectives.next_token import num_targets, numbered_batches

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.data.rows.examples import prompt_numbers
 from modelwright.data.rows.order import permutation

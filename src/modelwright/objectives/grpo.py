@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives import advantages

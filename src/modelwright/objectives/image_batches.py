@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.images.store import ImageStore
 from modelwright.data.rows.ahead import ImagesAhead, Look, PlannedRows, own_images
 from modelwright.data.rows.batch import TokenBatch

@@ -27,18 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from modelwright.compress.fold import fold_batch_norms
-from modelwright.compress.int8 import TrainedGrid
-from modelwright.compress.integer_linear import GridLinear
+from modelwright.compress.int8 import GridLinear, TrainedGrid
 from modelwright.core import compatibility
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump, only_for, parse
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError, dump, only_for, parse
 from modelwright.data.images.decode import square_pixels
 from modelwright.data.images.store import LabeledImages
 from modelwright.data.rows.ahead import PlannedRows, images_of, own_images
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder, Linear
+from modelwright.model.decoder import Decoder, Linear, ModelConfig
 from modelwright.model.hf import read_json, read_tensors, save_tensors
 from modelwright.model.vision.classifier import ImageClassifier, Shape, forward_flops, has_batch_norm, statistics_over
 from modelwright.model.vision.config import ResNetConfig, VisionConfig

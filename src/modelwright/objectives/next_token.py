@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.rows.batch import IGNORED, TokenBatch
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.train.objective import BatchSource, Objective, Terms
 

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.compatibility import WHOLE_ROWS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model import hf
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.objectives import advantages
 from modelwright.objectives.experience import ROWS_AT_ONCE, Experience, RolloutObjective, values_of_places
-from modelwright.objectives.reward_model import HEAD
+from modelwright.objectives.preference import HEAD
 from modelwright.objectives.rollouts import Rollout, RolloutConfig, check_rollout_training, is_heldout, rollout_metrics
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Metric, Terms, forward

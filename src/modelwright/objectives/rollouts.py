@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, ModelwrightError, constant, derive_seed
 from modelwright.data.rows.batch import TokenBatch, part_sizes
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.data.rows.order import BatchingConfig
@@ -28,8 +26,7 @@ from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.parallel.mesh import World
 from modelwright.reward.build import WeightedSum
 from modelwright.reward.reward import Sample

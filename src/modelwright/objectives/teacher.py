@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.errors import StorageError, writing
+from modelwright.core.artifacts import StorageError, writing
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import HeadInputs, LayerTaps
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops.attention_divergence import relation_loss
 from modelwright.ops.cross_entropy import CHUNK_TOKENS, soft_cap_logits
 from modelwright.parallel.mesh import World

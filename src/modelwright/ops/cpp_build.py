@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 
 _TIMEOUT_S = 300
 

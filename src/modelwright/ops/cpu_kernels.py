@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.library_environment import lowered
 from modelwright.ops.cpp_build import cache_folder, compiled
 

@@ -3,7 +3,7 @@ sequence through all layers, with keys and values in a paged cache.
 
 Weights are FP32, BF16, INT8 or codes of four bits in their stored layout; nothing is packed or copied. Everything is
 computed in FP32. The result of a row has the same bits for any number of rows and threads. INT8 weights [-64, 64] take
-INT8 activations with one scale per token, as `compress/integer_linear.py` defines it; 4-bit weights take FP32
+INT8 activations with one scale per token, as `compress/int8.py` defines it; 4-bit weights take FP32
 activations or such INT8 ones.
 
 Legend: N rows, D model width, K key/value heads, d head width, O outputs, I inputs, P groups of an output's inputs, L
@@ -118,7 +118,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitWeight:
-    """A linear layer over codes of four bits, two to a byte as `compress/integer_linear.py` packs them, [O, I / 2
+    """A linear layer over codes of four bits, two to a byte as `compress/int8.py` packs them, [O, I / 2
     rounded up]. step_OP, zero_OP: of groups, which divide the inputs equally, FP32; an empty zero_OP is zero
     throughout. A code q stands for (q - zero) * step. takes_codes: activations are rounded to INT8. bias_O: FP32, empty
     for none.

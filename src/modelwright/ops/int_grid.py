@@ -14,14 +14,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 Granularity = Literal["tensor", "channel", "group_32", "group_64", "group_128"]
 Bits = Literal[4, 8]
 
 WEIGHT_LEVELS: dict[Bits, int] = {8: 64, 4: 7}
 """Largest code of symmetric weights. INT8 weights use seven bits, because the CPU kernels add neighboring products in
-16 bits (`compress/integer_linear.py`)."""
+16 bits (`compress/int8.py`)."""
 ACTIVATION_LEVELS = 127
 """Largest code of symmetric activations."""
 TINY = 1e-12
@@ -164,7 +164,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 def round_tokens(x_NI: Tensor) -> Tensor:
     """Rounds activations to 127 levels each way of a token's largest magnitude, with the gradient of the identity."""
-    # In the order of operations of `compress/integer_linear.py`, so that training sees the bits of inference.
+    # In the order of operations of `compress/int8.py`, so that training sees the bits of inference.
     wide_NI = x_NI.detach().to(torch.promote_types(x_NI.dtype, torch.float32))
     peak_N1 = wide_NI.abs().amax(dim=-1, keepdim=True).clamp_min(TINY)
     rounded_NI = torch.round(wide_NI / peak_N1 * ACTIVATION_LEVELS) * (peak_N1 / ACTIVATION_LEVELS)

@@ -18,7 +18,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.resources import MISSING_CORES, PERIOD_S, LoadMeter, missing_cores, num_usable_cores
 from modelwright.ops.matmul import product
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.ops import cpu_kernels
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.ops.cpp_build import cache_folder, compiled
 
 log = logging.getLogger("modelwright.train.memory")

@@ -27,15 +27,13 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports TorchDynamo at once, which takes 0.5 s
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attend, AttentionSpec
+from modelwright.model.decoder import Attend, AttentionSpec, ModelConfig
 from modelwright.ops.attention import capped_attention, masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.matmul import upcast
-from modelwright.parallel.config import ContextAttention
-from modelwright.parallel.mesh import World, gathered, summed_slice, with_gradient
+from modelwright.parallel.mesh import ContextAttention, World, gathered, summed_slice, with_gradient
 
 Span = tuple[int, int]
 """`(start, end)` of consecutive tokens of a row."""

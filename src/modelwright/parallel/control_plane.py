@@ -27,7 +27,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Store
 
-from modelwright.core.errors import ModelwrightError, StorageError
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ModelwrightError
 from modelwright.parallel.mesh import World
 
 T = TypeVar("T")

@@ -35,9 +35,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.run import parse_args
 from torch.distributed.run import run as run_agent
 
-from modelwright.core.errors import ConfigError
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world
+from modelwright.core.config import ConfigError
+from modelwright.parallel.mesh import ParallelConfig, World, join_world
 
 FINISHED, HEARD = "finished", "heard"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.parallel.mesh import World
 
 BUCKET_BYTES = 25 * 2**20

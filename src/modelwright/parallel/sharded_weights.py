@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.decoder import HEAD_METHODS, Block, Decoder, Linear, decoders_in
 from modelwright.ops.dtensor import local, own_part
-from modelwright.parallel.config import ZeroStage
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ZeroStage
 
 
 def shard_states(

@@ -31,9 +31,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Adapter, Block, Decoder, Linear, RMSNorm, add_bias, decoders_in
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import Adapter, Block, Decoder, Linear, ModelConfig, RMSNorm, add_bias, decoders_in
 from modelwright.model.low_rank import CODES, MAGNITUDE, SCALES, A, B, Factors, FrozenWeight, LowRank
 from modelwright.ops.cross_entropy import LinearHead, linear_cross_entropy
 from modelwright.ops.quantize import RUN_LEN

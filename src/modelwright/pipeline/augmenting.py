@@ -17,12 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.artifacts import LOCK_FILE, lock_folder, writing
+from modelwright.core.config import ConfigError, ModelError, derive_seed, digest, dump, parse
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import LOCK_FILE, lock_folder
-from modelwright.core.seeds import derive_seed
 from modelwright.core.texts import redact_text
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import AugmentConfig, Augmenter, CopyRecipe, MethodCost
@@ -40,8 +38,7 @@ from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
 from modelwright.pipeline.cleaning import fingerprint
-from modelwright.pipeline.config import AugmentationConfig, RunConfig
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import AugmentationConfig, RunConfig, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.job import TrainResult
 from modelwright.train.technique import TechniqueBuilder

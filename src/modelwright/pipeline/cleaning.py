@@ -19,12 +19,10 @@ from typing import Any, cast
 import fsspec
 import fsspec.core
 
-from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.config import difference, digest, dump
-from modelwright.core.errors import ConfigError, DataError, StorageError, writing
+from modelwright.core.artifacts import StorageError, check_folder, lock_folder, make_folder, write_atomic, writing
+from modelwright.core.config import ConfigError, DataError, difference, digest, dump
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.rundir import check_folder, lock_folder
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.clean import clean_documents
 from modelwright.data.clean.config import CleanConfig, build_steps

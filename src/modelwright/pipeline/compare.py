@@ -8,14 +8,19 @@ from itertools import islice
 from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import RecordScores, score_records
-from modelwright.evaluate.statistics import Measure, compare_scores, perplexities
+from modelwright.evaluate.scoring import (
+    EvaluateConfig,
+    Measure,
+    RecordScores,
+    compare_scores,
+    perplexities,
+    score_records,
+)
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.resolve import resolved_device

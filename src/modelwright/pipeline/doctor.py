@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.doctor import survey, survey_text
 from modelwright.pipeline.estimate.probes.survey import MachineProbes, measure_machine, probe_lines
 from modelwright.pipeline.resolve import check_device, check_size, check_threads, resolve_inputs, resolved_device
+from modelwright.pipeline.stage import RunConfig
 
 RUNS = Path("runs")
 RATES = "rates"

@@ -17,7 +17,7 @@ import yaml
 
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.artifacts import Manifest, describe_file, write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import git_commit
 from modelwright.data.tokenizer.tokenizer import Tokenizer

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelwright.core import VERSION
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.artifacts import RunDir, StageDir, write_atomic
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped, derive_seed
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.images.store import open_images
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
@@ -31,7 +28,7 @@ from modelwright.pipeline.report.page import render
 from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.run import BorrowedRows, borrowed_rows
 from modelwright.pipeline.run_config import previous_config
-from modelwright.pipeline.stage import StageInputs
+from modelwright.pipeline.stage import RunConfig, StageInputs
 from modelwright.train.build import train
 from modelwright.train.job import TrainJob
 from modelwright.train.technique import StepInfo, observer

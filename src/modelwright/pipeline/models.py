@@ -5,10 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.compress.int8 import is_int8_folder
-from modelwright.core.artifacts import MANIFEST, is_finished, read_manifest, verify_if_artifact
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import (
+    MANIFEST,
+    ArtifactError,
+    RunDir,
+    is_finished,
+    read_attempts,
+    read_manifest,
+    verify_if_artifact,
+)
+from modelwright.core.config import ConfigError
 from modelwright.core.hub import name_of
-from modelwright.core.rundir import RunDir, read_attempts
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.serve.config import RequestsConfig, ServeConfig

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.artifacts import ArtifactError, RunDir
+from modelwright.core.config import ConfigError, ModelwrightError, prefix_errors
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.control_plane import Heartbeat
 from modelwright.parallel.elastic import join_as_fits
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.parallel.topology.links import (
     DEFAULT_TRAFFIC,
     LinksConfig,
@@ -33,9 +32,9 @@ from modelwright.parallel.topology.links import (
     find_places,
     take_places,
 )
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.layout import expected_traffic, planned
 from modelwright.pipeline.resolve import check_device, resolve_inputs, resolved_device
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 

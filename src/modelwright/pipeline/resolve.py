@@ -15,22 +15,19 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.compress.int8 import HOPELESS, backend_times
-from modelwright.compress.integer_linear import quantize_rows
-from modelwright.core.artifacts import is_finished
-from modelwright.core.config import dump, flatten
-from modelwright.core.errors import ConfigError
+from modelwright.compress.int8 import HOPELESS, backend_times, quantize_rows
+from modelwright.core.artifacts import RunDir, is_finished
+from modelwright.core.config import ConfigError, dump, flatten
 from modelwright.core.progress import Progress
 from modelwright.core.resources import OtherProcesses, default_num_threads, hardware, num_usable_cores
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops.matmul import is_emulated
 from modelwright.ops.microbenchmark import undisturbed
-from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.estimate.doctor import busy_note, measure_rates
+from modelwright.pipeline.stage import HardwareConfig, RunConfig
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK

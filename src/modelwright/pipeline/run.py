@@ -12,32 +12,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core import VERSION, extras
-from modelwright.core.artifacts import Manifest
+from modelwright.core import VERSION
+from modelwright.core.artifacts import ArtifactError, Manifest, RunDir, StorageError, save_yaml
 from modelwright.core.compatibility import Feature
-from modelwright.core.config import save_yaml
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError, prefix_errors
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, prefix_errors, require
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import OtherProcesses, busy_machine, git_commit, hardware, versions
-from modelwright.core.rundir import RunDir
 from modelwright.core.texts import redact_words
 from modelwright.ops.tensor_heap import use_tensor_heap
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.elastic import fit, num_restarts, num_used
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
+from modelwright.pipeline import process_group
 from modelwright.pipeline.augmenting import is_augmented
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import fit_to_minutes, with_lengths_of
-from modelwright.pipeline.process_group import (
-    RunGroup,
-    as_lost_peer,
-    join_ranks,
-    kernels_of_run,
-    shared_rows,
-    use_threads,
-)
 from modelwright.pipeline.report.page import closing_lines
 from modelwright.pipeline.resolve import (
     check_device,
@@ -48,12 +38,11 @@ from modelwright.pipeline.resolve import (
 )
 from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.runner import Outcome, now, run_stages, survey
-from modelwright.pipeline.stage import Stage, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageSpec
 from modelwright.pipeline.stages.init import INIT
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, tokenizer_stage
 from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.stages.specs import build_stages
-from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.memory.offload import check_tier
 from modelwright.train.monitors.energy import known_country
@@ -68,7 +57,7 @@ def check_training(
     processes first. Raises `ConfigError`.
     """
     to_do = [stage for stage in config.stages if stage.name in stages]
-    extras.require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
+    require({setting: extra for stage in to_do for setting, extra in stage.extras(config).items()})
     trainings = [stage for stage in config.trainings if stage.name in stages]
     on_cpu = resolved_device(config.hardware.device) == "cpu"
     augmented = [stage for stage in trainings if is_augmented(config, stage)]
@@ -76,7 +65,7 @@ def check_training(
     if trainings:
         check_size(config.model)
     if elastic:
-        num_rows = shared_rows(config)
+        num_rows = process_group.shared_rows(config)
         with prefix_errors("parallel"):
             layout = fit(layout, num_processes=num_processes, num_rows=num_rows)
         num_processes = num_used(layout)
@@ -193,8 +182,8 @@ def execute(
     `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
-    num_rows = shared_rows(config) if elastic else 0
-    joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
+    num_rows = process_group.shared_rows(config) if elastic else 0
+    joined = process_group.join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, ExitStack() as held:
         if ranks is None:
             return RunResult([], False)
@@ -223,8 +212,8 @@ def execute(
             config = read_run_config(run.config)
             stages = build_stages(replace(config, parallel=ranks.layout), run, only)
         use_tensor_heap()  # in every stage: tensors that outlive a stage then leave no gaps in the heap of the next
-        num_threads = use_threads(config.hardware.num_threads)
-        kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
+        num_threads = process_group.use_threads(config.hardware.num_threads)
+        kernels = held.enter_context(process_group.kernels_of_run(run, ranks.world, shown))
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)
         implied = [stage.name for stage in config.stages if stage.is_implied]
@@ -306,7 +295,12 @@ def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
 
 @contextmanager
 def _journal(
-    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup, kernels: Mapping[str, Any]
+    run: RunDir,
+    config: RunConfig,
+    origin: str,
+    words: Sequence[str],
+    ranks: process_group.RunGroup,
+    kernels: Mapping[str, Any],
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
     """Maintains run.json on the first process: an entry for this invocation, the end of the block, and the digests of
     each stage reported to the yielded function. A collective that fails because another process has left is raised as
@@ -350,7 +344,7 @@ def _journal(
             with suppress(OSError):  # a full disk must not hide the failure
                 run.write_info(info)
         if isinstance(error, RuntimeError) and ranks.size > 1:
-            raise as_lost_peer(error) from error
+            raise process_group.as_lost_peer(error) from error
         raise
     if is_first:
         entry |= {"ended": now(), "state": "done"}

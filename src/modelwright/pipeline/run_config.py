@@ -12,13 +12,11 @@ from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
-from modelwright.core.config import dump, load_yaml, merge, parse
+from modelwright.core.artifacts import ArtifactError, RunDir
+from modelwright.core.config import ConfigError, dump, load_yaml, merge, parse
 from modelwright.core.config_docs import field_docs
-from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.rundir import RunDir
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import SHARED, RunConfig, inherited
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import SHARED, RunConfig, StageSpec, inherited
 from modelwright.pipeline.stages.init import initial_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names

@@ -19,11 +19,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, read_manifest, write_artifact, write_atomic
-from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, writing
+from modelwright.core.artifacts import (
+    ArtifactDraft,
+    ArtifactError,
+    Manifest,
+    RunDir,
+    StageDir,
+    is_finished,
+    read_attempts,
+    read_manifest,
+    read_stage_digest,
+    write_artifact,
+    write_atomic,
+    writing,
+)
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import ResourceUse
-from modelwright.core.rundir import RunDir, StageDir, read_attempts, read_stage_digest
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.pipeline.stage import Ranks, Stage, StageContext
 

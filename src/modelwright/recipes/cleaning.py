@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest, merge, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import nested_settings
+from modelwright.core.config import ConfigError, digest, merge, nested_settings, parse
 from modelwright.core.progress import Progress
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.sources.sources import SourceConfig

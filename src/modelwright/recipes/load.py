@@ -20,16 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from modelwright.core.config import load_yaml, merge
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError, hub_hint, load_yaml, merge, nearest
 from modelwright.core.hub import model_folder
-from modelwright.core.rundir import RunDir
-from modelwright.core.texts import hub_hint, nearest
 from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.sources.forms import FORMS
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.time_budget import with_lengths_of
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.resolve import is_same_run
@@ -43,6 +40,7 @@ from modelwright.pipeline.run_config import (
     select_stages,
     training_names,
 )
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import ROW_LEN_STEP
 from modelwright.pipeline.stages.sft import SFT

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from modelwright.core.artifacts import is_finished, read_manifest, write_atomic
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError, DataError, writing
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_atomic, writing
+from modelwright.core.config import ConfigError, DataError, parse
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import REPORT
@@ -39,8 +37,7 @@ from modelwright.pipeline.cleaning import SOURCES
 from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
 from modelwright.recipes.load import MOST_MEASURED, RECIPE, find_run, find_target, settings_of_target
 
 SEQUENCE_OF_PAIR = ("chosen", "rejected")

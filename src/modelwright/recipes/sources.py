@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from modelwright.core.artifacts import make_folder
-from modelwright.core.errors import DataError, writing
+from modelwright.core.artifacts import make_folder, writing
+from modelwright.core.config import DataError
 
 FOLDER = "sources"
 

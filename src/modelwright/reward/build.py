@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.core.config import parse
-from modelwright.core.errors import STOPPING, ConfigError, ModelwrightError
+from modelwright.core.config import STOPPING, ConfigError, ModelwrightError, parse
 from modelwright.core.extensions import installed
 from modelwright.reward.distinct_words import DistinctWordsConfig
 from modelwright.reward.exact_match import ExactMatchConfig

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import digest
-from modelwright.core.errors import STOPPING, ConfigError
+from modelwright.core.config import STOPPING, ConfigError, digest
 from modelwright.reward.reward import Reward, Sample, Score
 
 

@@ -14,7 +14,7 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.pattern import TIMEOUT_S, compile_pattern
 from modelwright.reward.reward import Reward, Sample, Score
 

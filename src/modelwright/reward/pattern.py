@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import regex
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 
 TIMEOUT_S = 0.5

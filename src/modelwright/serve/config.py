@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.core.config import constant, only_for, word_for_none
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, only_for, word_for_none
 from modelwright.infer.engine import EngineConfig
 
 OWN_BACKEND = "modelwright"

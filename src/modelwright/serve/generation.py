@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.infer.engine import StepOutput
 from modelwright.infer.sequence import Pixels, SamplingParams, ScoredToken
 from modelwright.serve.agents.reasoning import AnswerReader

@@ -19,8 +19,7 @@ from typing import Literal, get_args
 
 import yaml
 
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, limit_reached
 

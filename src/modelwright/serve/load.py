@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.errors import DataError, ModelError
+from modelwright.core.config import DataError, ModelError
 from modelwright.data.document import Message
 from modelwright.data.tokenizer.decode import TextStream, is_byte_level, token_bytes
 from modelwright.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer

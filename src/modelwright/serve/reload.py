@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.engines.client import EmbeddingJob, GenerationJob, Job

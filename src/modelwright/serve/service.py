@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field, model_validator
 from starlette.requests import Request
 
-from modelwright.serve.ab.state import CONTROL, Assignment
+from modelwright.serve.ab.experiment import CONTROL, Assignment
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.api.fields import GenerationRequest, RequestModel
 from modelwright.serve.config import ServeConfig

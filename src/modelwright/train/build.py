@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import Feature, feature
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.decoder import Decoder, StoredParameters
 from modelwright.ops.tensor_heap import use_tensor_heap
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import Mesh, World, build_mesh, single
+from modelwright.parallel.mesh import Mesh, ParallelConfig, World, build_mesh, single
 from modelwright.parallel.sharded_weights import is_deferred, move_out, restore_weights, whole_weights
 from modelwright.parallel.strategy import Replica
 from modelwright.train.config import check_layout, without_effect
@@ -32,12 +31,11 @@ from modelwright.train.monitors.energy import energy_monitor
 from modelwright.train.monitors.recovery_time import recovery_time
 from modelwright.train.monitors.replica_check import replica_check
 from modelwright.train.monitors.stragglers import straggler_monitor
-from modelwright.train.objective import ModelLayout, Objective
+from modelwright.train.objective import Executor, MicrobatchRunner, ModelLayout, Objective
 from modelwright.train.optim.build import build_optimizer
 from modelwright.train.outside import guarded, named_techniques
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.precision.apply import ModelPrecision, fp32_products
-from modelwright.train.runner import Executor, MicrobatchRunner
 from modelwright.train.step import TrainStep
 from modelwright.train.technique import Relayout, Runtime, Technique, TechniqueBuilder
 from modelwright.train.techniques.adaptive_precision import adaptive_precision

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, check_compatible, conflict, feature, idle
-from modelwright.core.config import constant, dump, only_for, unused_settings
-from modelwright.core.errors import ConfigError, prefix_errors
+from modelwright.core.config import ConfigError, constant, dump, only_for, prefix_errors, unused_settings
 from modelwright.data.rows.order import BatchingConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops.matmul import triton_compiles
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.balance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.parallel.strategies.shared_memory import SharedMemory

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, build_mesh, single
+from modelwright.parallel.mesh import ParallelConfig, World, build_mesh, single
 from modelwright.parallel.sharded_weights import is_deferred
 from modelwright.train.objective import Batch, forward
 from modelwright.train.parallelize import parallelize

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError, ModelwrightError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.parallel.mesh import World
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

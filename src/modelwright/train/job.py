@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modelwright.core.artifacts import StageDir
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import StageDir
 from modelwright.core.sinks import Tracking
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradient_sync import GradientSync
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.parallel.strategies.config import StrategyConfig, build_strategy
 from modelwright.parallel.strategy import AllReduce, Replica, Strategy
 from modelwright.train.checkpoint.files import Best, read_weights

@@ -10,21 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    OWN_WEIGHTS,
-    UNDECLARED,
-    UNDIVIDED_GRADIENTS,
-    WHOLE_GRADIENTS,
-    Feature,
-    feature,
-)
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
+from modelwright.core import compatibility as traits
+from modelwright.core.config import ConfigError, derive_seed, dump
 from modelwright.core.extensions import NoSettings, configured
-from modelwright.core.seeds import derive_seed
 from modelwright.ops.dtensor import TensorView
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import generator_states, seed_generators
+from modelwright.train.objective import Batch, Objective, generator_states, seed_generators
 from modelwright.train.technique import Request, Runtime, StepInfo, Technique, TechniqueBuilder, Update
 
 TECHNIQUES_GROUP = "modelwright.techniques"
@@ -39,7 +29,7 @@ class TechniqueSpec:
     """Builds the technique from its settings for one layout; None where it has nothing to do."""
     config: type = NoSettings
     """The dataclass of its settings."""
-    needs: frozenset[str] = UNDECLARED
+    needs: frozenset[str] = traits.UNDECLARED
     """Properties of a run that it relies on (`core/compatibility.py`). They replace those of the technique that `build`
     returns, because they have to be known before a run begins."""
     breaks: frozenset[str] = frozenset()
@@ -58,7 +48,7 @@ class ObjectiveSpec:
     """Builds the objective from its settings and the stage's `StageInputs` (`pipeline/stage.py`)."""
     config: type = NoSettings
     """The dataclass of its settings."""
-    needs: frozenset[str] = UNDECLARED | Objective.needs
+    needs: frozenset[str] = traits.UNDECLARED | Objective.needs
     """Properties of a run that it relies on, those of the objective that `build` returns included."""
 
 
@@ -73,10 +63,12 @@ def named_settings(techniques: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dump(settings) for name, (_, settings) in found.items()}
 
 
-def named_features(techniques: Mapping[str, Any]) -> list[Feature]:
+def named_features(techniques: Mapping[str, Any]) -> list[traits.Feature]:
     """Returns the properties of a run that the named techniques need and break. techniques: settings by name."""
     found = configured(TECHNIQUES_GROUP, TechniqueSpec, techniques, "techniques")
-    return [feature(f"techniques.{name}", needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()]
+    return [
+        traits.feature(f"techniques.{name}", needs=spec.needs, breaks=spec.breaks) for name, (spec, _) in found.items()
+    ]
 
 
 def named_techniques(techniques: Mapping[str, Any]) -> list[TechniqueBuilder]:
@@ -91,7 +83,7 @@ def _build_named(name: str, spec: TechniqueSpec, settings: Any, run: Runtime) ->
     if technique is None:
         return None
     # The run was checked against the spec's needs before it began, so they must already say that gradients are used.
-    if "on_gradients" in technique.hooks and WHOLE_GRADIENTS not in spec.needs:
+    if "on_gradients" in technique.hooks and traits.WHOLE_GRADIENTS not in spec.needs:
         raise ConfigError(
             f"{name}: acts on gradients; let its TechniqueSpec declare that it needs WHOLE_GRADIENTS, too"
         )
@@ -112,7 +104,7 @@ def guarded(build: TechniqueBuilder) -> TechniqueBuilder:
         technique = build(run)
         if technique is None:
             return None
-        needs = technique.needs | ({WHOLE_GRADIENTS} if "on_gradients" in technique.hooks else frozenset[str]())
+        needs = technique.needs | ({traits.WHOLE_GRADIENTS} if "on_gradients" in technique.hooks else frozenset[str]())
         guard = _Guard(replace(technique, needs=needs), run)
         return replace(guard.technique, **{moment: getattr(guard, moment) for moment in technique.hooks})
 
@@ -139,7 +131,7 @@ class _Guard:
     def on_gradients(self, update: Update) -> None:
         states = self.seed("on_gradients", update.step)
         self.technique.on_gradients(update)
-        if UNDIVIDED_GRADIENTS not in self.technique.needs:
+        if traits.UNDIVIDED_GRADIENTS not in self.technique.needs:
             self.refuse_noise(states, update.gradients)
 
     def on_step_end(self, info: StepInfo) -> Request:
@@ -147,13 +139,13 @@ class _Guard:
         # Autograd's version counters rise with every change in place, which tells a change without comparing values.
         states, versions = self.seed("on_step_end", info.step), [weight._version for weight in weights]
         request = self.technique.on_step_end(info)
-        are_shared = OWN_WEIGHTS not in needs and OWN_WEIGHTS in self.run.strategy.breaks
+        are_shared = traits.OWN_WEIGHTS not in needs and traits.OWN_WEIGHTS in self.run.strategy.breaks
         if are_shared and versions != [weight._version for weight in weights]:
             raise ConfigError(
                 f"{name}: changes weights that several processes share, once on each of them; let it declare that it "
                 "needs OWN_WEIGHTS"
             )
-        if UNDIVIDED_GRADIENTS not in needs:
+        if traits.UNDIVIDED_GRADIENTS not in needs:
             self.refuse_noise(states, self.run.parameters())
         return request
 

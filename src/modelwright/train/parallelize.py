@@ -13,18 +13,17 @@ from functools import partial
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ParallelConfig
 from modelwright.parallel.pipeline.stages import layers_of_stages, microbatches_in_flight, rank_of_stage
 from modelwright.parallel.sharded_weights import read_deferred, shard_states
 from modelwright.parallel.tensor_parallel import shard_layers
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, block_shape, head_workspace_bytes
 from modelwright.train.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.train.memory.offload import Store
+from modelwright.train.objective import Executor, WholeModel
 from modelwright.train.precision.apply import remove_formats
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright.train.runner import Executor, WholeModel
 
 
 def parallelize(

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.train.interruption import Requests, vote
-from modelwright.train.objective import Batch, Objective, TermSums
-from modelwright.train.runner import seed_generators
+from modelwright.train.objective import Batch, Objective, TermSums, seed_generators
 from modelwright.train.technique import Runtime, StepInfo, Technique, Update
 from modelwright.train.work import BatchStream, StepTimer, Throughput, Work
 

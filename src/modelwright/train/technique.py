@@ -20,10 +20,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.dtensor import TensorView
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
-from modelwright.train.objective import Batch, TermSums
+from modelwright.train.objective import Batch, Executor, Runner, TermSums
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import LossScale, LossScaleConfig
-from modelwright.train.runner import Executor, Runner
 
 NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 """Reasons for which a step changes nothing."""

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field, replace
 
-from modelwright.core.errors import Stopped
+from modelwright.core.config import Stopped
 from modelwright.core.records import Recorder
 from modelwright.core.resources import resident_bytes
 from modelwright.ops.tensor_heap import give_back_memory
@@ -11,7 +11,7 @@ from modelwright.parallel.control_plane import Traffic
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.interruption import Requests
 from modelwright.train.job import Session, StepParts, TrainJob, TrainResult, TrainState
-from modelwright.train.runner import evaluate_heldout
+from modelwright.train.objective import evaluate_heldout
 from modelwright.train.technique import Relayout, Rollback, StepInfo
 
 

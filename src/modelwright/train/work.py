@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.adapters import adapter_flops, projection_sizes
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.parallel.mesh import World
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import LaidOutForward
+from modelwright.train.objective import Batch, LaidOutForward, Objective
 from modelwright.train.technique import Runtime, StepInfo, Update
 
 

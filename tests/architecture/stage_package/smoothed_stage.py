@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import numbered_batches
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Note, Section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, RowSet
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stage import Rates, RowSet, RunConfig
+from modelwright.pipeline.stages.pack import PACK, needed_start
 from modelwright.pipeline.stages.rows import PackJob
-from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective, Terms

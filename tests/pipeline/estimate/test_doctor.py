@@ -6,8 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import speed
 from modelwright.pipeline.estimate.doctor import (

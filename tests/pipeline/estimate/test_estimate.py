@@ -6,8 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.pipeline.estimate.cost import (
     ASSUMED_FORWARD_MFU,

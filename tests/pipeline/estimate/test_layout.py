@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.stages import microbatches_in_flight
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic
 from modelwright.train.memory.activations import ActivationCheckpointingConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.cost import RankPart, block_parameters, rank_memory, root_parameters
 from modelwright.train.memory.activations import ActivationCheckpointingConfig, Segment, block_shape
 from modelwright_claims import memory_probe

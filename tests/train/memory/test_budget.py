@@ -5,8 +5,8 @@ import random
 import pytest
 
 from memory_references import solve_naive
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import ModelConfig
 from modelwright.train.memory.activations import (
     Budget,
     Segment,

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.model.adapters import attach_adapters
 from modelwright.model.attention import causal_attend, packed_attend
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import AttentionConfig, Decoder, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.low_rank import AdapterConfig
 from modelwright.ops import cpu_kernels, matmul
 from modelwright.ops.attention import packed_cuts

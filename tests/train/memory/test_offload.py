@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from memory_references import solve_naive
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.train.memory import offload
 from modelwright.train.memory.activations import (
     ActivationCheckpointingConfig,

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed import run_distributed
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.optim.adamw import LowBitAdamW, States
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.train.techniques.learning_rate import ScheduleConfig, rate_factor
 from refusals import config_error
 

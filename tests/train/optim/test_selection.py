@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.train.techniques.batch_selection import BatchSelectionConfig
 from modelwright.train.techniques.sparse_updates import Selector, SparseUpdateConfig, moment_signal
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.ops.lowp_linear import Format
 from modelwright.train.precision.controllers import (
     Bandit,

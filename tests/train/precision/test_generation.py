@@ -9,8 +9,7 @@ from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import Policy, PrecisionConfig
 

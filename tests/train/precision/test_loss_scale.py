@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.train.precision.policy import LossScale, LossScaleConfig
 
 

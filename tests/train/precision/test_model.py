@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.model.attention import packed_attend
 from modelwright.ops import matmul
 from modelwright.ops.lowp_linear import E4M3, E5M2

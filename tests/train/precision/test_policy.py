@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from modelwright.core.config import parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse
 from modelwright.train.precision.policy import POLICIES, PrecisionConfig, resolve
 from refusals import config_error
 

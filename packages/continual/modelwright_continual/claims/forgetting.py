@@ -18,15 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished, write_atomic
+from modelwright.core.artifacts import RunDir, is_finished, write_atomic
+from modelwright.core.config import derive_seed
 from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import record_costs
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.model.hf import load_model
 from modelwright.pipeline.models import find_model
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.progress import SilentProgress
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import RunConfig
 from modelwright.recipes.load import load
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
 from modelwright_claims.judging import Judgment

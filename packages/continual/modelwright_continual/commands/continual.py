@@ -11,8 +11,7 @@ from modelwright.cli.config import setting_names
 from modelwright.cli.launch import LAUNCH_FLAGS, add_launch_options, launch_config
 from modelwright.cli.parsers import Command, new_parser
 from modelwright.cli.processes import is_started
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides, split_settings
+from modelwright.core.config import ConfigError, read_overrides, split_settings
 from modelwright.recipes.display import choose_display
 from modelwright_continual.commands.launched_runs import LaunchedRuns
 
@@ -151,7 +150,7 @@ def _freeze(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, settings: Mapping[str, Any], line: Sequence[str]) -> int:
-    from modelwright.core.rundir import RunDir
+    from modelwright.core.artifacts import RunDir
     from modelwright.recipes.load import find_target
     from modelwright_continual.caps import Caps
     from modelwright_continual.loop import LoopRequest, run_loop
@@ -224,7 +223,7 @@ def _schedule(request: Any, options: argparse.Namespace, line: Sequence[str], di
 def _gate(options: argparse.Namespace) -> int:
     import json
 
-    from modelwright.core.rundir import RunDir
+    from modelwright.core.artifacts import RunDir
     from modelwright.pipeline.run_config import read_run_config
     from modelwright_continual.benchmark import load_benchmark
     from modelwright_continual.gate.judge import judge

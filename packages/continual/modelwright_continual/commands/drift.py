@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.recipes.display import choose_display
 
 WEBHOOK_VARIABLE = "MODELWRIGHT_DRIFT_WEBHOOK"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.cli.run import start_processes
-from modelwright.core.errors import ModelwrightError, Stopped
+from modelwright.core.config import ModelwrightError, Stopped
 
 CONFIG_FILE = "launch.yaml"
 """File in the run's folder from which its processes read the configuration."""
@@ -37,7 +37,7 @@ class LaunchedRuns:
         """Carries out the run. Raises `Stopped` if this process was asked to stop, and `ProcessesFailed` for any other
         end than success.
         """
-        from modelwright.core.config import save_yaml
+        from modelwright.core.artifacts import save_yaml
         from modelwright.pipeline.run import check_request, is_finished
 
         if is_finished(config, run, ()):

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import is_finished
-from modelwright.core.config import dump
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.artifacts import RunDir, is_finished, lock_folder
+from modelwright.core.config import ModelwrightError, dump
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir, lock_folder
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import execute
 from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.pretrain import PRETRAIN

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
-from modelwright.core.errors import DataError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import DataError, derive_seed
 from modelwright.data.document import Document
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright_continual.demo.size import DemoSize

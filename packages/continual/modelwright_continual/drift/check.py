@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, derive_seed
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.seeds import derive_seed
 from modelwright_continual.drift.calibrate import null_p_values
 from modelwright_continual.drift.classifier_test import separation_test
 from modelwright_continual.drift.features import EMBEDDING, FEATURES, NO_LABEL

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,8 +146,7 @@ class ModelEmbedder:
         """Returns the mean negative log-likelihood of each prompt's tokens [N], the logarithm of its perplexity; NaN
         for an empty prompt.
         """
-        from modelwright.evaluate.config import EvaluateConfig
-        from modelwright.evaluate.scoring import Scored, sequence_nats
+        from modelwright.evaluate.scoring import EvaluateConfig, Scored, sequence_nats
 
         config = EvaluateConfig()
         # The start token is context and is not scored.

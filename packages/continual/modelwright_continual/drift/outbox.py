@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import ArtifactError, make_folder, write_atomic
+from modelwright.core.config import ConfigError
 
 _REMEMBERED = 1000
 """Number of delivered alarms whose ids are kept."""

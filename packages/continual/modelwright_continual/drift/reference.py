@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 from scipy.stats import poisson
 
 from modelwright.core.artifacts import is_finished, read_manifest, write_artifact
-from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, digest, dump, parse
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright_continual.drift.calibrate import BlockSampler, DriftCalibration, calibrate, null_p_values
 from modelwright_continual.drift.config import DriftConfig

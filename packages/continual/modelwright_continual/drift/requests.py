@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.sources.find_files import locate
 from modelwright.data.sources.readers import File, Limit, read_jsonl, read_parquet
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import make_folder, write_atomic
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.core.progress import Progress
 from modelwright.serve.ab.client import shown_host
 from modelwright_continual.drift.check import DriftReport, check

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.serve.ab.client import NoRedirects
 
 

@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.artifacts import is_finished, read_manifest, write_artifact, write_atomic
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_artifact, write_atomic
+from modelwright.core.config import ConfigError, DataError, derive_seed, digest, dump
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document
-from modelwright.data.sources.records import is_own
+from modelwright.data.sources.sources import is_own
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import generate_numbers, record_costs, score_choices, text_costs
+from modelwright.evaluate.scoring import EvaluateConfig, generate_numbers, record_costs, score_choices, text_costs
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.resolve import resolved_device

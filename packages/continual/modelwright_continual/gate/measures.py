@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm, t
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.evaluate.scoring import resampled_ratios
 
 LEAST_TAIL = 20

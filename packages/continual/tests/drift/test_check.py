@@ -15,7 +15,8 @@ from scipy.stats import binom
 from continual_requests import CONFIG, WINDOW, write_requests
 from drift_traffic import Shift, Traffic
 from finetune_files import write_model
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError, DataError
 from modelwright_continual.drift.calibrate import BlockSampler
 from modelwright_continual.drift.check import DriftReport, check, check_windows, like_sized
 from modelwright_continual.drift.reference import DriftReference, freeze_reference, load_reference

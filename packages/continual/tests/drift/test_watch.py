@@ -20,7 +20,8 @@ import pytest
 from continual_requests import WINDOW, write_requests
 from drift_traffic import Shift, Traffic
 from modelwright.cli.main import main
-from modelwright.core.errors import ArtifactError, DataError
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright_continual.drift.check import check
 from modelwright_continual.drift.config import WatchConfig

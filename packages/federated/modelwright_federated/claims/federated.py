@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import parse
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import StageDir, write_atomic
+from modelwright.core.config import derive_seed, parse
 from modelwright.data.document import Document
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, pack

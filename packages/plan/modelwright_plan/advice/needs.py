@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from modelwright.model.adapters import adapter_parameters
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.cost import ASSUMED_TRAIN_MFU, training_memory
 from modelwright.pipeline.estimate.layout import Layout, TrainingJob, expected_traffic, fullest_memory
 from modelwright.pipeline.estimate.probes.disk import BLOCK_BYTES

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.resources import hardware
-from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
-from modelwright.parallel.config import ParallelConfig
-from modelwright.pipeline.config import RunConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.doctor import Examination
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.resolve import resolve_inputs, resolved_device
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import packed_row_len
 from modelwright.train.config import TrainConfig
 from modelwright_plan.advice.needs import RESOURCES, StepNeeds, StepTimes, Transport, step_needs, step_times

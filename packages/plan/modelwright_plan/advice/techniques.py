@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.data.rows.cache.row_cache import RowCacheConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.train.config import TrainConfig
 from modelwright_plan.advice.needs import StepNeeds, StepTimes

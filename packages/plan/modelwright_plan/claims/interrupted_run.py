@@ -21,12 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.artifacts import RunDir, read_manifest
+from modelwright.core.config import ConfigError, ModelwrightError, derive_seed
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
 from modelwright.pipeline.run import execute
 from modelwright.recipes.load import load
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared

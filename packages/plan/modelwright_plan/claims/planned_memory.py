@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.objectives.next_token import NextToken
 from modelwright.pipeline.estimate.doctor import measure_rates
 from modelwright.train.config import TrainConfig

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright.parallel.config import ParallelConfig, ZeroStage
+from modelwright.parallel.mesh import ParallelConfig, ZeroStage
 from modelwright.pipeline.estimate.cost import RankPart, rank_memory
 from modelwright.pipeline.estimate.layout import TrainingJob
 from modelwright.train.memory.activations import Segment, block_shape

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.doctor import add_measuring_options, check_seconds
-from modelwright.core.errors import ConfigError
-from modelwright.core.overrides import read_overrides
+from modelwright.core.config import ConfigError, read_overrides
 from modelwright.recipes.display import choose_display
 
 

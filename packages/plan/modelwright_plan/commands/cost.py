@@ -5,7 +5,7 @@ import datetime
 import json
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 TARGETS = "TARGET: a workload (a YAML file, see docs/planning.md), or a run directory, whose time and size are priced."
 

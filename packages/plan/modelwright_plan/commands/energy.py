@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelwright.core.config import parse_count
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError, parse_count
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
-    from modelwright.model.config import ModelConfig
+    from modelwright.model.decoder import ModelConfig
     from modelwright.train.config import TrainConfig
 
 

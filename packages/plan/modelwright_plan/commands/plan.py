@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from modelwright.cli.parsers import Command, new_parser
-from modelwright.core.config import parse_quantity
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, parse_quantity
 from modelwright_plan.commands import advice, cost, energy, memory, spot
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load

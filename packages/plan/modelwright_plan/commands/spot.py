@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError
 from modelwright_plan.commands.cost import add_price_options
 
 if TYPE_CHECKING:

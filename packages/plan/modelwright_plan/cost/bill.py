@@ -12,9 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from modelwright.core.config import dump, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
+from modelwright.core.config import ConfigError, did_you_mean, dump, parse
 from modelwright_plan.cost.prices import UNITS, Kind, Price, PriceTable, age_warnings
 from modelwright_plan.cost.workload import StorageUse, TrainingUse, Workload
 from modelwright_plan.intervals import CheckpointCosts, daly_interval_s, expected_wall_s

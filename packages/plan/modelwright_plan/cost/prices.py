@@ -9,9 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
-from modelwright.core.texts import did_you_mean
+from modelwright.core.config import ConfigError, did_you_mean, load_yaml, parse
 
 Kind = Literal["compute", "storage", "retrieval", "network"]
 Purchase = Literal["on_demand", "spot", "reserved_1y", "reserved_3y"]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from modelwright.core.config import load_yaml, parse
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, load_yaml, parse
 from modelwright_plan.cost.prices import Purchase
 
 StorageClass = Literal["hot", "warm", "cold"]

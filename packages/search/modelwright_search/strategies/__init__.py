@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, did_you_mean
 from modelwright.core.extensions import installed
-from modelwright.core.texts import did_you_mean
 from modelwright_search.strategies.optuna_studies import HALVING, RANDOM, TPE
 from modelwright_search.strategies.reinforce import REINFORCE
 from modelwright_search.strategies.scaled import SCALED

@@ -12,7 +12,7 @@ from importlib import import_module
 from random import Random
 from typing import Any, Literal, TypeVar
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.document import Document, Kind, join_turns
 
 Kept = Literal["words", "word_count", "letters", "lines", "syntax_tree"]

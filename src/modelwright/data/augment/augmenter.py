@@ -19,12 +19,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, ModelwrightError, derive_seed
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.document import Document
-from modelwright.data.rows.origins import RowOrigins
-from modelwright.data.rows.pack import TokenSequence, targets_of_piece, with_end
+from modelwright.data.rows.pack import RowOrigins, TokenSequence, targets_of_piece, with_end
 from modelwright.data.workers import follow_parent
 
 Encode = Callable[[Document], Sequence[TokenSequence]]

@@ -19,8 +19,8 @@ from random import Random
 from threading import Lock
 from typing import Literal
 
-from modelwright.core.config import digest
-from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError, DataError, digest
 from modelwright.data.augment import augmentation as aug
 from modelwright.data.augment.masked_replacement import load_transformers
 from modelwright.data.document import Document

@@ -8,8 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError, constant
 from modelwright.data.augment import augmentation as aug
 
 _CONTEXT_CHARS = 400

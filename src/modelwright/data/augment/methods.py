@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, did_you_mean
 from modelwright.core.extensions import installed
-from modelwright.core.texts import did_you_mean
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation
 from modelwright.data.augment.case_noise import CaseNoiseConfig, case_noise

@@ -17,7 +17,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.augment.augmentation import find_words, import_extra, is_english, match_case, spans_of_sentences
 
 DEFAULT_FOLDER = Path("/usr/share/wordnet")

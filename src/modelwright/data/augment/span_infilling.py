@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.augment import augmentation as aug
 from modelwright.data.document import Document
 

@@ -21,10 +21,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import digest
-from modelwright.core.errors import DataError, writing
-from modelwright.core.extras import is_installed
+from modelwright.core.artifacts import write_atomic, writing
+from modelwright.core.config import DataError, digest, is_installed
 from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import DROPPED, KEPT_FILES, KEPT_NAME, ORDER, REPORT, files_by_split
 from modelwright.data.clean.report import CleanReport, describe_drops

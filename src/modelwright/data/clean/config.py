@@ -15,11 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError, ModelwrightError
+from modelwright.core.config import ConfigError, DataError, ModelwrightError, did_you_mean, dump, require
 from modelwright.core.extensions import configured
-from modelwright.core.extras import require
-from modelwright.core.texts import did_you_mean
 from modelwright.data.clean.fingerprints import DuplicatesConfig
 from modelwright.data.clean.steps.decontamination import DECONTAMINATION, DecontaminationConfig
 from modelwright.data.clean.steps.duplicates import DUPLICATES

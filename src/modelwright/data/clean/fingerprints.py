@@ -21,8 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.clean.features import hash_words, split_words
 from modelwright.data.clean.steps.step import DiskFile
 from modelwright.data.document import Document, join_turns

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import zstandard
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.data.clean.steps.step import DroppedDocument
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
 

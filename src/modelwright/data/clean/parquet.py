@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.clean.config import FAILED, STEPS
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.folder import REPORT, read_dropped, read_kept

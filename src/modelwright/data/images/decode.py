@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL import Image

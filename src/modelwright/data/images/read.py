@@ -7,7 +7,7 @@ The caption of `cat.jpg` is the text of `cat.txt` or `cat.caption` next to it, o
 An archive (`.tar`, `.tar.gz`) is read as a stream. Its neighboring members of one name up to the first dot are one
 sample: `0001.jpg` with `0001.txt`, or with the field `caption` of `0001.json`. A record has its caption in `caption` or
 `text`, and its image in `image` (the bytes, or the structure of `bytes` and `path` that Hugging Face `datasets` writes)
-or, by name, in `file_name`; a conversation about the image (`sources/records.py`) takes the place of a caption.
+or, by name, in `file_name`; a conversation about the image (`sources/sources.py`) takes the place of a caption.
 The class of an image, for classification, is the field `label` of a record or of `0001.json`, or the content of
 `0001.cls`; an image with a class needs no caption. An unusable image is a complaint.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Document
 from modelwright.data.images.decode import KEY, LABEL_FIELD, ImageFault, store_image
 from modelwright.data.sources.fields import Fields

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, write_atomic
 from modelwright.data.document import Document
 from modelwright.data.images.decode import LABEL_FIELD, Fit, ImageFault, square_pixels
 from modelwright.data.rows.cache.layout import BLOCK_BYTES, BlockPart, ColdStore, is_remote, rows_at

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, write_atomic
+from modelwright.core.config import derive_seed
 from modelwright.core.records import json_line, read_records
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Document, Message, says_something
 from modelwright.data.rows.order import permutation
 from modelwright.data.tokenizer.tokenizer import Tokenizer

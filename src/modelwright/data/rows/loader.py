@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.data.rows.batch import IGNORED, TokenBatch, cut, padded_len
 from modelwright.data.rows.cache.layout import ColdStore, RowLayout, is_remote, rows_at
 from modelwright.data.rows.cache.reader import NUM_READERS, BlockReader, Tiers

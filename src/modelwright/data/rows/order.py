@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed
 from modelwright.data.document import KINDS
 
 BY_LOSS = "loss:"

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from modelwright.core.config import derive_seed, require
 from modelwright.core.extensions import offered
-from modelwright.core.extras import require
 from modelwright.core.resources import versions
-from modelwright.core.seeds import derive_seed
 from modelwright.core.texts import distinct_word_score
 from modelwright.data.document import Document, Split, Unsplit
 from modelwright.data.images.decode import KEY, encode, store_image

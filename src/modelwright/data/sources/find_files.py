@@ -14,7 +14,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from modelwright.core import hub
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.clean.folder import without_dropped
 from modelwright.data.images.read import ARCHIVE_EXTENSIONS, IMAGE_EXTENSIONS, without_captions
 from modelwright.data.sources.corpora import EXTRAS

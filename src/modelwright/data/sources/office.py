@@ -10,8 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from modelwright.core.errors import DataError
-from modelwright.core.extras import install_line
+from modelwright.core.config import DataError, install_line
 from modelwright.data.sources.readers import Complaint, File, Skip, cut_sections, whole
 
 NAMES = {".pdf": "PDF document", ".docx": "Word document"}

@@ -20,8 +20,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from modelwright.core.errors import DataError
-from modelwright.core.extras import is_installed
+from modelwright.core.config import DataError, is_installed
 from modelwright.data.sources.fields import is_deep, printable
 from modelwright.data.sources.registry import Entry
 

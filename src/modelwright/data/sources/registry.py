@@ -15,8 +15,7 @@ from typing import Any, cast
 import fsspec
 import yaml
 
-from modelwright.core.errors import DataError
-from modelwright.core.texts import did_you_mean
+from modelwright.core.config import DataError, did_you_mean
 from modelwright.data.sources.fields import Fields
 
 NAMES = ("dataset_info.json", "datasets.yaml")

@@ -22,7 +22,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Message, says_something
 
 ChatLoss = Literal["assistant", "last_answer", "all"]

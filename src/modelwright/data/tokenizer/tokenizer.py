@@ -26,11 +26,9 @@ import tiktoken
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, word_for_none
-from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.artifacts import ArtifactError, write_atomic
+from modelwright.core.config import ConfigError, DataError, constant, derive_seed, word_for_none
 from modelwright.core.resources import num_usable_cores
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Message, says_something
 from modelwright.data.tokenizer.chat import (
     DEFAULT_TEMPLATE,

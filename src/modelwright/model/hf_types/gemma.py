@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
+from modelwright.model.decoder import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.hf_types import hf_type as hf
 
 NAMES: Mapping[str, str] = {

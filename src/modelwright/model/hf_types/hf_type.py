@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from modelwright.core.errors import ModelError
-from modelwright.model.config import Activation, ModelConfig, layers_where
+from modelwright.core.config import ModelError
+from modelwright.model.decoder import Activation, ModelConfig, layers_where
 from modelwright.ops.rope_norm_swiglu import RopeKind, RopeScaling
 
 PRE_NORM_NAMES: Mapping[str, str] = {

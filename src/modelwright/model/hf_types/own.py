@@ -4,7 +4,7 @@ heads. `transformers` refuses its folders, and the export does so by name.
 
 from typing import Any, get_args
 
-from modelwright.model.config import AttentionConfig, AttentionGate, FeedForwardConfig
+from modelwright.model.decoder import AttentionConfig, AttentionGate, FeedForwardConfig
 from modelwright.model.hf_types import hf_type as hf
 
 OWN_TYPE = "modelwright"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from modelwright.model.decoder import AttentionConfig, FeedForwardConfig, ModelConfig
 from modelwright.model.hf_types import hf_type as hf
 
 LONGROPE_NAMES = ("longrope", "su", "yarn")

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from modelwright.model.decoder import AttentionConfig, FeedForwardConfig, ModelConfig
 from modelwright.model.hf_types import hf_type as hf
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from modelwright.model.config import AttentionConfig, FeedForwardConfig, layers_where
+from modelwright.model.decoder import AttentionConfig, FeedForwardConfig, layers_where
 from modelwright.model.hf_types import hf_type as hf
 
 

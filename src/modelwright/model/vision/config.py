@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 
 TowerActivation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 """`quick_gelu` is x * sigmoid(1.702 x), as in OpenAI's CLIP."""

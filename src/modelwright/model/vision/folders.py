@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ModelError, writing
+from modelwright.core.artifacts import write_atomic, writing
+from modelwright.core.config import ModelError
 from modelwright.model.hf import WEIGHTS, StoredWeights, check_tensors, read_json, save_tensors, set_parameter
 from modelwright.model.vision.config import CLIP_MEAN, CLIP_STD, TowerActivation, VisionConfig, three
 from modelwright.model.vision.vit import VisionTower

@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.core.artifacts import write_atomic, writing
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.model import hf
 from modelwright.model.decoder import Decoder, Insert
 from modelwright.model.vision import folders

@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.ops import sparse_codec
 from modelwright.ops.sparse_codec import Bytes, decode_places, encode_places, pack_bits, unpack_bits
 from modelwright.parallel.gradient_sync import Residual, flatten, shaped, write_back

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from modelwright.core.compatibility import LASTING_LAYOUT, SEVERAL_STAGES, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.batch import TokenBatch, part_sizes
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.parallel.mesh import Mesh
 
 

@@ -22,13 +22,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.dtensor import local
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import shard_sequence
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, ParallelConfig
 from modelwright.parallel.pipeline import stages
 from modelwright.parallel.pipeline.balance import StageSpan, StageTimeline
 from modelwright.parallel.sharded_weights import sharded_modules
@@ -83,7 +82,7 @@ def unsplit_backward_refused(schedule: str) -> Generator[None]:
 
 
 class Pipeline:
-    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` holds this rank's modules, under the names of
+    """An `Executor` (`train/objective.py`) over the pipeline axis. `model` has this rank's modules, by their names in
     the whole model. `timeline` holds the spans of this rank's stages in the newest training step.
     """
 

@@ -14,10 +14,9 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import HEAD_METHODS, Decoder
-from modelwright.parallel.config import ParallelConfig, Schedule
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import HEAD_METHODS, Decoder, ModelConfig
+from modelwright.parallel.mesh import ParallelConfig, Schedule
 from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
-from modelwright.core.config import constant, dump, only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, dump, only_for
 from modelwright.core.extensions import configured
 from modelwright.ops.dtensor import local
 from modelwright.parallel.codecs.bucketed import BucketedSync
@@ -18,17 +17,10 @@ from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, Quantize
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, TopKQuantizedSync
 from modelwright.parallel.gradient_sync import MANY_BUCKETS, AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World, duplicate_group
+from modelwright.parallel.strategies import optimizer_in_backward as in_backward
 from modelwright.parallel.strategies.delayed import DelayedSync
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSgdConfig, OuterStep
-from modelwright.parallel.strategies.optimizer_in_backward import (
-    GradientReady,
-    LocalGradients,
-    OptimizerInBackward,
-    ReducedInBackward,
-    SharedInBackward,
-    room_of_two_buckets,
-)
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
 from modelwright.parallel.strategy import STRATEGIES_GROUP, AllReduce, Compensate, Replica, Strategy, StrategySpec
 from modelwright.parallel.topology.collectives import TopologyAwareSync, TopologyConfig
@@ -155,17 +147,17 @@ def build_strategy(
     mesh, parameters = replica.mesh, list(replica.names)
     # `fits` is a collective: all ranks ask, before any of them builds its strategy.
     shares_memory = config.shares_memory and fits(
-        mesh, parameters, gradient_room=room_of_two_buckets(parameters) if config.update_in_backward else 0
+        mesh, parameters, gradient_room=in_backward.room_of_two_buckets(parameters) if config.update_in_backward else 0
     )
     if config.asynchronous.mode == "hogwild":
         return Hogwild(replica, world, compensate=compensate, encode=encode, decode=decode)
     if config.update_in_backward:
-        ready: GradientReady = LocalGradients()
+        ready: in_backward.GradientReady = in_backward.LocalGradients()
         if shares_memory:
-            ready = SharedInBackward(mesh.world, parameters)
+            ready = in_backward.SharedInBackward(mesh.world, parameters)
         elif mesh.reduce.size * mesh.tensor.size > 1:
-            ready = ReducedInBackward(mesh.reduce)
-        return OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
+            ready = in_backward.ReducedInBackward(mesh.reduce)
+        return in_backward.OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
     overlap = config.transport.overlap and mesh.is_only_data_parallel
     if shares_memory:
         return SharedMemory(replica, overlap=overlap)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import GRADIENT_SUMS, OWN_WEIGHTS, PROMPT_GRADIENTS, SYNCHRONOUS_UPDATES
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.ops.dtensor import TensorView
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import make_states, share, shared_file

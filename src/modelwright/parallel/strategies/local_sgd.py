@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.ops.dtensor import TensorView, local
 from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
 from modelwright.parallel.codecs.topk_quantized import gather_bytes

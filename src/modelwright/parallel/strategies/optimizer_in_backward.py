@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from modelwright.core.compatibility import OWN_WEIGHTS, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.ops.dtensor import TensorView, as_dtensor_like, local
 from modelwright.parallel import strategy
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from modelwright.core import compatibility as traits
-from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
+from modelwright.core.artifacts import StorageError, writing
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.ops.dtensor import TensorView, flat_view_of
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy, Unscale, combine_norms, total_norm

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.gradient_sync import ring_bytes
 from modelwright.parallel.mesh import World

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.ops.microbenchmark import seconds_of
 from modelwright.parallel.mesh import World, backends
 

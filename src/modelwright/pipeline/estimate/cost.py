@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from modelwright.model.adapters import adapter_parameters, projection_sizes
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.model.low_rank import CHUNK_ELEMENTS, AdapterConfig, BaseFormat
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.quantize import RUN_LEN
-from modelwright.parallel.config import ZeroStage
+from modelwright.parallel.mesh import ZeroStage
 from modelwright.train.memory.activations import (
     FP32_BYTES,
     ActivationCheckpointingConfig,

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.resources import LoadMeter, OtherProcesses, hardware, load, num_usable_cores
-from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import rows_of, speed_lines
 from modelwright.ops.cross_entropy import CHUNK_TOKENS

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig
+from modelwright.model.decoder import ModelConfig
+from modelwright.parallel.mesh import ParallelConfig
 from modelwright.parallel.pipeline.balance import flop_costs, split_layers
 from modelwright.parallel.pipeline.stages import microbatches_in_flight, rank_of_stage
 from modelwright.parallel.topology.links import AxisTraffic
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate import cost
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.train.config import TrainConfig
 from modelwright.train.memory.activations import (

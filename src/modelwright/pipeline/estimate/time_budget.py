@@ -17,18 +17,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modelwright.core.config import save_yaml
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, StageDir, save_yaml
+from modelwright.core.config import ConfigError, derive_seed
 from modelwright.core.progress import Progress, SilentProgress
-from modelwright.core.rundir import RunDir, StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.hf import load_model
 from modelwright.objectives.experience import RowPlan
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops import cpu_kernels
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate import cost
 from modelwright.pipeline.estimate.layout import fullest_memory, planned
 from modelwright.pipeline.process_group import RunGroup, use_threads
@@ -36,7 +33,7 @@ from modelwright.pipeline.report.blocks import plural
 from modelwright.pipeline.resolve import is_same_run, measured_rates, resolve
 from modelwright.pipeline.run_config import previous_config, read_run_config
 from modelwright.pipeline.runner import survey
-from modelwright.pipeline.stage import Rates, StageSpec
+from modelwright.pipeline.stage import Rates, RunConfig, StageSpec
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.specs import build_stages
 from modelwright.train.build import train

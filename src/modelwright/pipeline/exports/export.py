@@ -13,16 +13,15 @@ from typing import Any
 import yaml
 
 from modelwright.core.artifacts import MANIFEST, ArtifactDraft, write_artifact
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.hub import name_of
 from modelwright.core.texts import redact_text
 from modelwright.model.hf_types.own import OWN_TYPE
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.models import FoundModel
 from modelwright.pipeline.report.blocks import count
 from modelwright.pipeline.report.page import figures
 from modelwright.pipeline.report.run_data import RunData
-from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stage import RunConfig, StageSpec
 from modelwright.train.config import TrainConfig
 
 

@@ -11,7 +11,7 @@ from typing import cast, get_args
 from modelwright.compress.gguf import GgufFormat, export_gguf
 from modelwright.compress.gguf_vocabulary import read_vocabulary
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.exports.export import Export, require_exportable

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from modelwright.compress import onnx
 from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
-from modelwright.core.errors import ModelError
+from modelwright.core.config import ModelError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import is_sequence_classifier, load_model
 from modelwright.pipeline.exports.export import CARD, Export, ExportOptions, model_card, replaced

@@ -10,7 +10,7 @@ import torch
 
 from modelwright.compress.int8 import is_int8_folder
 from modelwright.core.artifacts import MANIFEST, write_atomic
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import attach_adapters, merge_adapters
 from modelwright.model.decoder import Decoder

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.core.extras import install_line, is_installed
+from modelwright.core.config import install_line, is_installed
 from modelwright.pipeline.report.blocks import compact
 
 WIDTH_IN, HEIGHT_IN = 4.5, 2.45

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, RunDir, StageDir, read_attempts, read_manifest
 from modelwright.core.records import read_records
-from modelwright.core.rundir import RunDir, StageDir, read_attempts
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import RunConfig
 
 
 @dataclass(frozen=True)

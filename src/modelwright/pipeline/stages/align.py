@@ -22,15 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Document, Split
 from modelwright.data.images.decode import KEY, StoredImage, decode, pillow
 from modelwright.data.images.store import FORMAT, ImageStore, images_folder, open_images, write_images
 from modelwright.data.rows.loader import PackedRows
-from modelwright.data.rows.origins import row_source
-from modelwright.data.rows.pack import TokenSequence
-from modelwright.data.sources.docstrings import described_functions
+from modelwright.data.rows.pack import TokenSequence, row_source
+from modelwright.data.sources.stdlib_corpus import described_functions
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.contrastive import AlignConfig, AlignedModel, Contrastive, save_alignment
 from modelwright.pipeline.report.blocks import Block, Fact, Samples, Table, TextSample, count, percent
@@ -39,8 +38,7 @@ from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences, TrainingData
-from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, metric_charts, training_spec
 
 SIDE = 64
 """Maximum pixels per side of a thumbnail."""

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, dump
 from modelwright.data.sources.sources import SourceConfig, SourceReport, read_documents
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.records import record_costs
+from modelwright.evaluate.scoring import EvaluateConfig, record_costs
 from modelwright.model.hf import load_model
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.init import INIT, save_model_folder
-from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
+from modelwright.pipeline.stages.pack import model_before, needed_start, tokenizer_stage
 
 
 @dataclass(frozen=True, kw_only=True)

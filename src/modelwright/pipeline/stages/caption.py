@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError, dump
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import SPLITS, Message, Split
 from modelwright.data.images import store as stores
@@ -38,15 +37,13 @@ from modelwright.model.vision.folders import vision_config
 from modelwright.model.vision.llava import image_prefix, save_llava
 from modelwright.objectives.captioning import CaptionConfig, Captioning
 from modelwright.objectives.contrastive import VISION_FOLDER
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Samples, TextSample, count, percent
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stage import RowSet, StageInputs
+from modelwright.pipeline.stage import RowSet, RunConfig, StageInputs
 from modelwright.pipeline.stages import rows as row_sets
 from modelwright.pipeline.stages.align import ALIGN, MOST_IMAGES, ROWS_READ_AT_ONCE, thumbnail
 from modelwright.pipeline.stages.init import save_model_folder
-from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.stage_inputs import needed_start, tokenizer_stage
+from modelwright.pipeline.stages.pack import PACK, needed_start, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
 from modelwright.pipeline.stages.vision import accuracy_facts, accuracy_table, beside_rules, logistic_regression
 

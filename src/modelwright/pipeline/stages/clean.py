@@ -6,17 +6,14 @@ The artifact is the folder of `pipeline.cleaning`.
 import shutil
 from collections.abc import Sequence
 
-from modelwright.core.config import dump
-from modelwright.core.errors import DataError
-from modelwright.core.extras import install_line, is_installed
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import DataError, dump, install_line, is_installed
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.folder import DROPPED
 from modelwright.data.clean.report import describe_drops
 from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.corpus import corpus_lines, corpus_section
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.report.page import corpus_lines, corpus_section
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage
 

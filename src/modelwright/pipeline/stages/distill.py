@@ -6,31 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from modelwright.core.artifacts import read_manifest
+from modelwright.core.artifacts import RunDir, read_manifest
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES, Feature, feature
-from modelwright.core.config import constant, digest, dump
-from modelwright.core.errors import ConfigError, prefix_errors
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed, digest, dump, prefix_errors
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.scoring import score_documents, select_documents, summarize_scores
+from modelwright.evaluate.scoring import EvaluateConfig, score_documents, select_documents, summarize_scores
 from modelwright.infer.generate import measure_speed
 from modelwright.objectives import distillation as distilling
 from modelwright.objectives.rollouts import RolloutConfig
 from modelwright.objectives.teacher import TeacherCache, TeacherModel
 from modelwright.ops.distillation_loss import DivergenceKind, DivergenceName
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Fact, Section, Table, count, kind_title, number
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import Rates, Stage, StageInputs
+from modelwright.pipeline.stage import Rates, RunConfig, Stage, StageInputs
 from modelwright.pipeline.stages import student as students
 from modelwright.pipeline.stages.clean import CLEAN
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, tokenizer_stage
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_KINDS
-from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective

@@ -6,18 +6,16 @@ and the reference model.
 
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.config import ConfigError, DataError
 from modelwright.data.document import Document, Split
 from modelwright.data.rows.examples import PreferenceFit, PromptedAnswer
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.model.hf import deferred_model
 from modelwright.objectives.preference import Preference, PreferenceConfig
 from modelwright.pipeline.stage import RowSet, StageInputs
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, needed_start
 from modelwright.pipeline.stages.rows import PackJob, Sequences, new_fit, suggest_row_len
-from modelwright.pipeline.stages.stage_inputs import model_before, needed_start
-from modelwright.pipeline.stages.training import FurtherModels, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, metric_charts, training_spec
 from modelwright.train.frozen_model import FrozenModel
 
 

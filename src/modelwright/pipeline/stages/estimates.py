@@ -5,11 +5,10 @@ from dataclasses import replace
 from modelwright.data.sources.corpora import BUILTIN, without_corpora
 from modelwright.data.sources.find_files import locate
 from modelwright.data.sources.sources import SourceConfig
-from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.multiple_choice import NUM_CANDIDATES
-from modelwright.pipeline.config import RunConfig
+from modelwright.evaluate.scoring import EvaluateConfig
 from modelwright.pipeline.estimate.cost import StageEstimate, data_stage, scoring_stage
-from modelwright.pipeline.stage import Rates, RowSet
+from modelwright.pipeline.stage import Rates, RowSet, RunConfig
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
 
 BYTES_PER_TOKEN = 3.7

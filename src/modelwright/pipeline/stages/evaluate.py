@@ -7,24 +7,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import EvaluateConfig
 from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report import results as shown
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Rates, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import BYTES_PER_TOKEN, scoring_estimate, text_bytes
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, final_model, needed_model
 from modelwright.pipeline.stages.rows import TEXT_ROWS
-from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 
 RESULTS = "results.json"
 ROWS_AT_ONCE = 64

@@ -1,8 +1,8 @@
 """grpo: reinforcement learning from rewards by rules, with groups of completions as their own baseline."""
 
 from modelwright.objectives.grpo import Grpo, GrpoConfig
-from modelwright.objectives.reward_model import model_terms, reward_model_folders
-from modelwright.pipeline.config import RunConfig
+from modelwright.objectives.preference import model_terms, reward_model_folders
+from modelwright.pipeline.stage import RunConfig
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
 from modelwright.pipeline.stages.training import FurtherModels
 

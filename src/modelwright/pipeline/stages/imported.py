@@ -10,17 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from modelwright.core.artifacts import MANIFEST, Manifest, damage, parse_manifest, write_atomic
-from modelwright.core.config import load_yaml
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.artifacts import MANIFEST, ArtifactError, Manifest, damage, parse_manifest, write_atomic
+from modelwright.core.config import ConfigError, load_yaml
 from modelwright.core.texts import redact_text
 from modelwright.data.images.store import FILE, ImageIndex, images_folder
 from modelwright.data.rows.cache.layout import ROWS_AT, ColdStore, is_remote
 from modelwright.data.rows.loader import row_layout
 from modelwright.data.rows.pack import INDEX
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RowSet, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import BYTES_PER_TOKEN, text_bytes
 
 TRAIN = "train"

@@ -5,15 +5,12 @@ of all stages: weights, shape, tokenizer, and stop tokens.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.errors import ConfigError, ModelError
-from modelwright.core.rundir import RunDir
-from modelwright.core.texts import hub_hint
+from modelwright.core.artifacts import RunDir, verify_if_artifact
+from modelwright.core.config import ConfigError, ModelError, hub_hint
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model, stored_dtype
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 
 

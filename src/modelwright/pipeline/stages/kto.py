@@ -2,17 +2,15 @@
 
 from itertools import tee
 
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError
 from modelwright.data.document import Split
 from modelwright.data.rows.examples import PreferenceFit, with_mismatched_answers
 from modelwright.objectives.preference import Kto, KtoConfig
 from modelwright.pipeline.stage import RowSet
 from modelwright.pipeline.stages.dpo import answer_sequences, pack_groups, reference_model
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, needed_start
 from modelwright.pipeline.stages.rows import PackJob, Sequences, new_fit
-from modelwright.pipeline.stages.stage_inputs import needed_start
-from modelwright.pipeline.stages.training import FurtherModels, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, metric_charts, training_spec
 
 
 def _pack_labeled(job: PackJob, split: Split) -> None:

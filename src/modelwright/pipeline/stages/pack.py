@@ -1,26 +1,65 @@
-"""pack: kept documents to rows of tokens, training and held-out, for each set of rows (`rows.py`)."""
+"""pack: kept documents to rows of tokens, training and held-out, for each set of rows (`rows.py`).
+
+`tokenizer_stage` and the functions next to it name the stages that provide the tokenizer, the start of a training, the
+reward model, and the final model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
-from modelwright.core.artifacts import Manifest
-from modelwright.core.config import dump
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import Manifest, RunDir
+from modelwright.core.config import ConfigError, DataError, dump
 from modelwright.data.clean.folder import kept_files
 from modelwright.data.document import SPLITS, Kind
 from modelwright.data.rows.pack import PackConfig
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.report.corpus import tokens_section
-from modelwright.pipeline.stage import RowSet, Stage, StageContext, StageSpec
+from modelwright.pipeline.report.page import tokens_section
+from modelwright.pipeline.stage import RowSet, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import check_packing, check_tokenizer, imported_stage
 from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_KINDS, TEXT_ROWS, PackJob
-from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 from modelwright.pipeline.stages.tokenize import TOKENIZE
+
+FIRST_TRAINING = "pretrain"
+"""The stage that makes a model out of random weights."""
+
+
+def tokenizer_stage(config: RunConfig) -> str:
+    """The stage whose artifact contains the tokenizer."""
+    return INIT.name if config.init_from else TOKENIZE.name
+
+
+def model_before(config: RunConfig, stage: str) -> str:
+    """The stage whose model training in `stage` starts from, "" for random weights. The model of `stage` itself need
+    not be one of those that later stages continue (a reward model is not).
+    """
+    earlier = takewhile(lambda one: one.name != stage, config.stages)
+    return next((one.name for one in reversed(list(earlier)) if one.model_title), "")
+
+
+def reward_model_before(config: RunConfig, stage: str) -> str:
+    """The last stage before `stage` whose artifact is a reward model, "" without one."""
+    earlier = takewhile(lambda one: one.name != stage, config.stages)
+    return next((one.name for one in reversed(list(earlier)) if one.is_reward_model), "")
+
+
+def final_model(config: RunConfig) -> str:
+    """The stage whose model is the run's result, "" if the run trains none."""
+    return config.model_names[-1] if config.model_names else ""
+
+
+def needed_model(config: RunConfig) -> tuple[str, ...]:
+    """Returns the requirement of a stage that uses the final model: a stage that produces one."""
+    return (final_model(config) or FIRST_TRAINING,)
+
+
+def needed_start(config: RunConfig, stage: str) -> tuple[str, ...]:
+    """Returns the requirement of a stage that continues the training of a model: an earlier stage that produces one."""
+    return (model_before(config, stage) or FIRST_TRAINING,)
+
 
 BYTES_PER_S = 3e6
 QA_ONLY: tuple[Kind, ...] = ("qa",)

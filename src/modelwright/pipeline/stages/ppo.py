@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
 from modelwright.objectives.ppo import Ppo, PpoConfig, ValueOnTrunk, separate_value_model
-from modelwright.objectives.reward_model import model_terms, reward_model_folders, without_folder
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import StageInputs
+from modelwright.objectives.preference import model_terms, reward_model_folders, without_folder
+from modelwright.pipeline.stage import RunConfig, StageInputs
+from modelwright.pipeline.stages.pack import model_before, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.rollout_training import reward_terms, rollout_parts, rollout_training
-from modelwright.pipeline.stages.stage_inputs import model_before, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.training import FurtherModels
 
 

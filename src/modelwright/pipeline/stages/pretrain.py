@@ -1,10 +1,9 @@
 """pretrain: next-token prediction on prose and code, from random weights."""
 
 from modelwright.objectives.next_token import NextToken
-from modelwright.pipeline.report.learning import training_facts, training_lines
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.report.results import training_facts, training_lines
+from modelwright.pipeline.stages.pack import FIRST_TRAINING, PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS
-from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING
 from modelwright.pipeline.stages.training import training_spec
 
 PRETRAIN = training_spec(

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from modelwright.compress.fold import fold_norms
 from modelwright.compress.int8 import TrainedGrid
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.objectives.next_token import NextToken
 from modelwright.ops.int_grid import Granularity, WeightGrid
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, needed_start
 from modelwright.pipeline.stages.rows import ALL_ROWS
-from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import TrainedModel, save_language_model, training_spec
 from modelwright.train.config import TrainConfig
 from modelwright.train.techniques import fake_quantization

@@ -17,9 +17,8 @@ import torch
 from modelwright.compress import int8 as integers
 from modelwright.compress.fold import fold_norms, smoothed
 from modelwright.compress.gptq import LayerError, gptq
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import RunDir, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.loader import PackedRows
@@ -29,15 +28,13 @@ from modelwright.infer.generate import SpeedPair, measure_speed
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.ops.int_grid import WeightGrid
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.results import int8_facts, int8_section
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import scoring_estimate
 from modelwright.pipeline.stages.evaluate import EVALUATE, RESULTS, headline
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, final_model, needed_model
 from modelwright.pipeline.stages.rows import ALL_ROWS, CHAT_ROWS, TEXT_ROWS
-from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
 
 AGREEMENT_ROWS = 16
 CALIBRATION_ROWS = 64

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.extras import install_line, is_installed
-from modelwright.core.rundir import RunDir
-from modelwright.pipeline.config import RunConfig
+from modelwright.core.artifacts import RunDir, write_atomic
+from modelwright.core.config import install_line, is_installed
 from modelwright.pipeline.report.page import build_page, render
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 
 

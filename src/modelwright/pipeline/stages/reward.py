@@ -13,17 +13,14 @@ import numpy as np
 
 from modelwright.data.rows.loader import PackedRows
 from modelwright.model.hf import save_sequence_classifier
-from modelwright.objectives.preference import Pairs
-from modelwright.objectives.reward_model import HEAD, RewardModelConfig, RewardModeling, reward_model
+from modelwright.objectives.preference import HEAD, Pairs, RewardModelConfig, RewardModeling, reward_model
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Table, count, number, percent
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.stages.dpo import PAIR_ROWS
-from modelwright.pipeline.stages.pack import PACK
-from modelwright.pipeline.stages.stage_inputs import needed_start
-from modelwright.pipeline.stages.training import TrainedModel, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.pack import PACK, needed_start
+from modelwright.pipeline.stages.training import TrainedModel, metric_charts, training_spec
 
 NUM_BINS = 10
 

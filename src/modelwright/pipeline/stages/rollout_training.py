@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import DataError
+from modelwright.core.config import DataError, derive_seed
 from modelwright.core.records import column, json_line, read_records
-from modelwright.core.seeds import derive_seed
 from modelwright.data.document import Split
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
@@ -23,25 +22,21 @@ from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import TokenSequence
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.objectives.experience import ReferenceModel, RolloutObjective
-from modelwright.objectives.reward_model import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
+from modelwright.objectives.preference import MODEL, MODEL_REWARDS, model_terms, with_folder, without_folder
 from modelwright.objectives.rollouts import HeldoutRewards, RolloutConfig, RolloutWorker, heldout_batch
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Block, Chart, Fact, Samples, Section, Table, TextSample, number
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.results import training_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.pipeline.stage import RowSet, StageInputs, StageSpec
+from modelwright.pipeline.stage import RowSet, RunConfig, StageInputs, StageSpec
 from modelwright.pipeline.stages.dpo import reference_model
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, needed_start, reward_model_before, tokenizer_stage
 from modelwright.pipeline.stages.reward import REWARD
 from modelwright.pipeline.stages.rows import PackJob, RowUse
-from modelwright.pipeline.stages.stage_inputs import needed_start, reward_model_before, tokenizer_stage
-from modelwright.pipeline.stages.training import FurtherModels, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, metric_charts, training_spec
 from modelwright.reward.build import WeightedSum, build_reward
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import Objective
-from modelwright.train.runner import evaluate_heldout
+from modelwright.train.objective import Objective, evaluate_heldout
 from modelwright.train.technique import Runtime, Technique, TechniqueBuilder
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, DataError, derive_seed
 from modelwright.data.augment.augmenter import Encode
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import WEIGHT, Document, Kind, Message, Split, says_something
@@ -29,17 +28,14 @@ from modelwright.data.rows.cache.reader import DISK, MEMORY, SOURCE, BlockReader
 from modelwright.data.rows.cache.row_cache import RowCacheConfig, open_cache, remove_leftovers
 from modelwright.data.rows.examples import ConversationFit, template_variables
 from modelwright.data.rows.loader import PackedLoader, PackedRows, row_layout
-from modelwright.data.rows.origins import Origin, row_score, row_source
-from modelwright.data.rows.pack import PackConfig, TokenSequence, pack
+from modelwright.data.rows.pack import Origin, PackConfig, TokenSequence, pack, row_score, row_source
 from modelwright.data.tokenizer.chat import ChatLoss
 from modelwright.data.tokenizer.tokenizer import Tokenizer
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import size
 from modelwright.pipeline.report.blocks import Block, Table, count, percent, seconds
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stage import RowSet, StageContext
-from modelwright.train.objective import Objective
-from modelwright.train.runner import HeldoutBatches
+from modelwright.pipeline.stage import RowSet, RunConfig, StageContext
+from modelwright.train.objective import HeldoutBatches, Objective
 from modelwright.train.technique import Technique, TechniqueBuilder
 from modelwright.train.techniques.ewc import EwcConfig
 

@@ -21,20 +21,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant, dump, flatten
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
-from modelwright.core.rundir import RunDir
+from modelwright.core.artifacts import RunDir, write_atomic
+from modelwright.core.config import ConfigError, ModelwrightError, Stopped, constant, dump, flatten
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.results import NUM_SHOWN_ANSWERS, serving_highlight, serving_section
-from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import Rates, RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import fixed_estimate
-from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
+from modelwright.pipeline.stages.pack import final_model, needed_model
 from modelwright.serve.config import RequestsConfig, ServeConfig
 from modelwright.train.memory.activations import FP32_BYTES
 

@@ -1,9 +1,8 @@
 """sft: fine-tuning on question/answer pairs; without any, the model is passed on unchanged."""
 
 from modelwright.objectives.next_token import NextToken
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, needed_start
 from modelwright.pipeline.stages.rows import CHAT_ROWS
-from modelwright.pipeline.stages.stage_inputs import needed_start
 from modelwright.pipeline.stages.training import training_spec
 
 SFT = training_spec(

@@ -5,12 +5,10 @@ stage is a file in this folder and a line here, or an entry point of another pac
 import functools
 from collections.abc import Sequence
 
-from modelwright.core.artifacts import is_finished
-from modelwright.core.errors import ConfigError
+from modelwright.core.artifacts import RunDir, is_finished
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import installed
-from modelwright.core.rundir import RunDir
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageSpec
 from modelwright.pipeline.stages.align import ALIGN
 from modelwright.pipeline.stages.average import AVERAGE
 from modelwright.pipeline.stages.caption import CAPTION

@@ -9,23 +9,17 @@ from pathlib import Path
 from typing import Literal
 
 from modelwright.compress.prune import check_part, even_layers, input_moments, prune, pruned_config
-from modelwright.core.artifacts import verify_if_artifact
-from modelwright.core.config import constant, dump
-from modelwright.core.errors import ConfigError, prefix_errors
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir, verify_if_artifact
+from modelwright.core.config import ConfigError, constant, derive_seed, dump, prefix_errors
 from modelwright.data.rows.loader import PackedRows
 from modelwright.data.tokenizer.tokenizer import Tokenizer, tokenizer_difference
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import load_config, load_model
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.estimates import fixed_estimate
 from modelwright.pipeline.stages.init import folder_fingerprint, save_model_folder
-from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pack import PACK, model_before, needed_start, tokenizer_stage
 from modelwright.pipeline.stages.rows import ALL_ROWS, TEXT_ROWS
-from modelwright.pipeline.stages.stage_inputs import model_before, needed_start, tokenizer_stage
 
 DIMENSIONS = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim")
 

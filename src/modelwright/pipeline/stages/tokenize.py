@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from itertools import islice
 
+from modelwright.core.artifacts import RunDir
 from modelwright.core.config import dump
-from modelwright.core.rundir import RunDir
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.tokenizer.tokenizer import train_tokenizer
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext, StageSpec
+from modelwright.pipeline.stage import RunConfig, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.estimates import moving_estimate
 from modelwright.pipeline.stages.imported import imported_stage

@@ -18,27 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.compress.int8 import weight_bytes
-from modelwright.core.errors import ConfigError, DataError
-from modelwright.core.rundir import RunDir
-from modelwright.core.seeds import derive_seed
+from modelwright.core.artifacts import RunDir
+from modelwright.core.config import ConfigError, DataError, derive_seed
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.document import Split
 from modelwright.data.images import store as stores
 from modelwright.data.images.decode import KEY, StoredImage
 from modelwright.data.rows.pack import TokenSequence
-from modelwright.evaluate.statistics import log10_sign_test, wilson_interval
+from modelwright.evaluate.scoring import log10_sign_test, wilson_interval
 from modelwright.model.vision.classifier import ImageClassifier, forward_flops
 from modelwright.objectives import image_classification as classification
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimate.cost import StageEstimate
 from modelwright.pipeline.report.blocks import Block, Fact, Note, Table, count, number, percent, size
 from modelwright.pipeline.report.run_data import StageData
-from modelwright.pipeline.stage import Rates, RowSet, StageInputs, StageSpec
+from modelwright.pipeline.stage import Rates, RowSet, RunConfig, StageInputs, StageSpec
 from modelwright.pipeline.stages.align import MOST_IMAGES
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import PackJob, RowUse, Sequences
-from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, training_spec
-from modelwright.pipeline.stages.training_figures import metric_charts
+from modelwright.pipeline.stages.training import FurtherModels, TrainedModel, metric_charts, training_spec
 from modelwright.train.techniques.fake_quantization import NEEDS as QUANTIZATION_NEEDS
 from modelwright.train.techniques.fake_quantization import RANGES, fake_quantization
 

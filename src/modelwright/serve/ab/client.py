@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 
 TIMEOUT_S = 300.0
 """Loading a version may take long."""

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from modelwright.core.errors import StorageError
+from modelwright.core.artifacts import StorageError
 from modelwright.serve.ab import experiment as tables
-from modelwright.serve.ab.experiment import Experiment, ExperimentRequest, report_of
-from modelwright.serve.ab.state import Assignment, RequestEvent, arm_of
+from modelwright.serve.ab.experiment import Assignment, Experiment, ExperimentRequest, RequestEvent, arm_of, report_of
 from modelwright.serve.account.database import Database, DatabaseWriter, WriterBusy, open_database
 from modelwright.serve.account.monitoring import Metrics
 from modelwright.serve.errors import ApiError, log, shutting_down

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelwright.core.errors import ConfigError, StorageError, writing
+from modelwright.core.artifacts import StorageError, writing
+from modelwright.core.config import ConfigError
 from modelwright.serve.errors import log
 
 T = TypeVar("T")

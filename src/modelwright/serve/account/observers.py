@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.core import VERSION
-from modelwright.core.errors import ConfigError, StorageError
-from modelwright.core.extras import require
+from modelwright.core.artifacts import StorageError
+from modelwright.core.config import ConfigError, require
 from modelwright.data.clean.steps.privacy import Privacy, PrivacyConfig
 from modelwright.data.document import Document
 from modelwright.serve.account import request_store

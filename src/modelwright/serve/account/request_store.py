@@ -13,10 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from modelwright.core.artifacts import fsync_folder, make_folder
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import fsync_folder, make_folder, writing
+from modelwright.core.config import ConfigError
 from modelwright.core.progress import Progress
-from modelwright.data.sources.records import OWN_AUTHOR
+from modelwright.data.sources.sources import OWN_AUTHOR
 from modelwright.serve.account.database import Database
 
 

@@ -1,7 +1,6 @@
 """The list of all forms of calls, and the choice by a model's template."""
 
-from modelwright.serve.agents.calls import CallForm
-from modelwright.serve.agents.json_calls import JsonForm
+from modelwright.serve.agents.calls import CallForm, JsonForm
 from modelwright.serve.agents.pythonic import PythonicForm
 
 OWN_FORM = JsonForm("own")

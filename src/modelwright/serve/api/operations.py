@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import NoSettings, configured, installed
 from modelwright.serve.ab.experiment import EndRequest, ExperimentRequest, ShareRequest
 from modelwright.serve.api import admin, chat, completions, encode, pages

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 
 from modelwright.compress.gguf import GgufFormat
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.core.extensions import offered
 from modelwright.infer.engine import Engine
 from modelwright.infer.products import HEAD_KINDS

@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.infer.sequence import TokenConstraint
 from modelwright.serve.agents.calls import JSON_FORM
 from modelwright.serve.agents.reasoning import END_THINK

@@ -19,7 +19,7 @@ import torch
 
 from modelwright.compress.gguf import GgufFormat, export_gguf
 from modelwright.compress.int8 import is_int8_folder
-from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.config import ConfigError, ModelError
 from modelwright.infer.engine import EngineConfig, EngineStats, StepOutput
 from modelwright.infer.sequence import Pixels, Pooling, SamplingParams, TokenConstraint
 from modelwright.model.hf import is_sequence_classifier, load_config

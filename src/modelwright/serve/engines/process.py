@@ -24,9 +24,8 @@ from typing import Any, Self, cast
 
 import torch
 
-from modelwright.compress.int8 import Int8WeightsConfig
-from modelwright.compress.integer_linear import Backend, Int8Linear
-from modelwright.core.errors import ConfigError, ModelError, ModelwrightError
+from modelwright.compress.int8 import Backend, Int8Linear, Int8WeightsConfig
+from modelwright.core.config import ConfigError, ModelError, ModelwrightError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.products import HeadKind, fastest_head_kind, head_of
 from modelwright.model.adapter_bank import PreparedAdapter, load_adapters, prepare_adapter

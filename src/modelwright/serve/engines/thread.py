@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.infer.engine import Engine
 from modelwright.model.adapter_bank import prepare_adapter
 from modelwright.ops.tensor_heap import give_back_memory

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from modelwright.core.artifacts import describe_file, read_manifest
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, describe_file, read_manifest
 
 KIND = "checkpoint"
 

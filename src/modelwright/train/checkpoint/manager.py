@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.ops.dtensor import as_dtensor_like, local
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategy import Replica

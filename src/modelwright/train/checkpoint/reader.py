@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError, writing
+from modelwright.core.artifacts import ArtifactError, write_atomic, writing
 from modelwright.parallel.control_plane import ControlPlane
 from modelwright.parallel.mesh import World, single
 from modelwright.train.checkpoint.files import (

@@ -32,8 +32,15 @@ from safetensors.torch import save as serialize
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from modelwright.core.artifacts import ArtifactDraft, read_manifest, write_artifact, write_atomic
-from modelwright.core.errors import ArtifactError, StorageError, writing
+from modelwright.core.artifacts import (
+    ArtifactDraft,
+    ArtifactError,
+    StorageError,
+    read_manifest,
+    write_artifact,
+    write_atomic,
+    writing,
+)
 from modelwright.train.checkpoint.files import (
     INDEX,
     KIND,

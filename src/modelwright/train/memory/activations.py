@@ -18,9 +18,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+from modelwright.core.config import ConfigError, constant, only_for
+from modelwright.model.decoder import ModelConfig
 
 Mode = Literal["none", "full", "selective", "budget"]
 Tier = Literal["none", "host", "disk"]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.ops.dtensor import local
 from modelwright.train.memory.activations import ActivationCheckpointingConfig
 

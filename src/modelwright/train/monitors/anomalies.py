@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.core.records import EventLog
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, Runtime, StepInfo, Technique
 from modelwright.train.techniques.loss_spikes import RecentValues

@@ -25,10 +25,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, did_you_mean
 from modelwright.core.resources import resident_bytes
-from modelwright.core.texts import did_you_mean
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
 ENERGY_FILE = "energy.json"

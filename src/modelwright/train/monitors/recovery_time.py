@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from modelwright.core.errors import Stopped, writing
+from modelwright.core.artifacts import writing
+from modelwright.core.config import Stopped
 from modelwright.core.records import EventLog
 from modelwright.parallel.elastic import num_restarts
 from modelwright.train.technique import Runtime, StepInfo, Technique

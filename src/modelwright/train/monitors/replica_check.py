@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.parallel.control_plane import ControlPlane
 from modelwright.train.checkpoint.files import key_from_json, piece_of
 from modelwright.train.technique import Runtime, Technique

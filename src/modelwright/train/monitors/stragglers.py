@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import World
 from modelwright.train.technique import Runtime, StepInfo, Technique

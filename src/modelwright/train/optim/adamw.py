@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.ops.dtensor import TensorView, as_dtensor_like, local, max_over_shards, view_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.ops.dtensor import local
 from modelwright.ops.matmul import is_emulated
 from modelwright.train.optim.adamw import LowBitAdamW, OffloadedAdamW, StatesElsewhere

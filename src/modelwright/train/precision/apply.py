@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Block, Decoder, Product, RMSNorm, decoders_in
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import Block, Decoder, ModelConfig, Product, RMSNorm, decoders_in
 from modelwright.ops.lowp_linear import (
     FLOATS,
     Format,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.ops.lowp_linear import Format
 from modelwright.ops.microbenchmark import in_turn, own_clock, seconds_of
 from modelwright.train.precision.apply import ModelPrecision, fp32_products

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from modelwright.core import compatibility as traits
 from modelwright.core.compatibility import Feature, feature
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant, only_for
 from modelwright.ops.lowp_linear import FLOATS, Format, Recipe
 
 MAX_HISTORY = 1000

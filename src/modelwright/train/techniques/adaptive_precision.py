@@ -24,11 +24,10 @@ from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.ops.dtensor import local
 from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.train.objective import Batch, Objective
+from modelwright.train.objective import Batch, Executor, Objective
 from modelwright.train.precision import controllers, indicators
 from modelwright.train.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
 from modelwright.train.precision.policy import AdaptiveConfig, Kind
-from modelwright.train.runner import Executor
 from modelwright.train.technique import Runtime, Technique, Update
 
 TRIALS = 2

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelwright.core.compatibility import EQUAL_REPLICAS, SYNCHRONOUS_UPDATES
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.ahead import AHEAD, AugmentationCost, AugmentedLoader
 from modelwright.train.technique import Runtime, Technique, Update
 

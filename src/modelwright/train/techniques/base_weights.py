@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.model.adapters import adapter_parameters
 from modelwright.train.technique import Runtime, Technique
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import ConfigError, constant, derive_seed, only_for
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Decoder

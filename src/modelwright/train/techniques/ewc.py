@@ -22,21 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    LASTING_LAYOUT,
-    OWN_WEIGHTS,
-    SAME_UNITS,
-    SYNCHRONOUS_UPDATES,
-    TRAINED_WEIGHTS,
-    UNDIVIDED_GRADIENTS,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-    Feature,
-    feature,
-)
-from modelwright.core.config import constant
-from modelwright.core.errors import ArtifactError, ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core import compatibility as traits
+from modelwright.core.artifacts import ArtifactError
+from modelwright.core.config import ConfigError, constant, derive_seed
 from modelwright.data.rows.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
@@ -47,8 +35,8 @@ from modelwright.train.technique import Runtime, Technique, Update
 LABELS = "sampled"
 """Origin of the labels of the Fisher information, for the checkpoint: drawn from the model, not taken from the text."""
 _NEEDS = (
-    TRAINED_WEIGHTS, SYNCHRONOUS_UPDATES, OWN_WEIGHTS, LASTING_LAYOUT, UNDIVIDED_GRADIENTS, WHOLE_GRADIENTS,
-    WHOLE_MODEL, SAME_UNITS,
+    traits.TRAINED_WEIGHTS, traits.SYNCHRONOUS_UPDATES, traits.OWN_WEIGHTS, traits.LASTING_LAYOUT,
+    traits.UNDIVIDED_GRADIENTS, traits.WHOLE_GRADIENTS, traits.WHOLE_MODEL, traits.SAME_UNITS,
 )  # fmt: skip
 
 
@@ -70,8 +58,8 @@ class EwcConfig:
         if self.num_rows < 1:
             raise ConfigError(f"num_rows: must be at least 1, got {self.num_rows}; 256 is usual")
 
-    def features(self) -> list[Feature]:
-        return [feature("strength", self.strength, needs=_NEEDS)] if self.strength else []
+    def features(self) -> list[traits.Feature]:
+        return [traits.feature("strength", self.strength, needs=_NEEDS)] if self.strength else []
 
 
 class Consolidation:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import EAGER_BLOCKS, TRAINED_WEIGHTS, WHOLE_LAYERS
-from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder, Product
+from modelwright.core.config import ConfigError
+from modelwright.model.decoder import Decoder, ModelConfig, Product
 from modelwright.ops.int_grid import WeightGrid, activation_range, fake_quantize, lsq_step, round_tokens
 from modelwright.parallel.sharded_weights import put, whole_weights
 from modelwright.train.objective import Batch

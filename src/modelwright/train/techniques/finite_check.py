@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Runtime, Technique, Update
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.train.technique import Runtime, Technique, Update
 
 

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.rows.order import Mixture, MixtureConfig, exponentiated_gradient
-from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import evaluate_heldout
+from modelwright.train.objective import Batch, Objective, evaluate_heldout
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.train.technique import Runtime, StepInfo, Technique
 
 

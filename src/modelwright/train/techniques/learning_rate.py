@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique
 

@@ -22,18 +22,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.core.compatibility import (
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    PROMPT_GRADIENTS,
-    REVERSIBLE_UPDATES,
-    SYNCHRONOUS_UPDATES,
-    WHOLE_GRADIENTS,
-    Feature,
-    feature,
-)
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core import compatibility as traits
+from modelwright.core.config import ConfigError, constant
 from modelwright.core.records import EventLog
 from modelwright.train.objective import Batch
 from modelwright.train.technique import LOSS_SPIKE, Rollback, Runtime, StepInfo, Technique, Update
@@ -90,13 +80,13 @@ class LossSpikeConfig:
                 f"({self.max_consecutive}) and rollback_window_steps ({self.rollback_window_steps}) must be as many"
             )
 
-    def features(self) -> list[Feature]:
+    def features(self) -> list[traits.Feature]:
         """Returns the features that are enabled, with the properties of a run that they need."""
-        needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
-        result = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
+        needs = {traits.WHOLE_GRADIENTS, traits.SYNCHRONOUS_UPDATES}
+        result = [traits.feature("num_sigmas", needs=needs)] if self.num_sigmas else []
         if self.rollback_after:
-            needs |= {EXACT_SUMS, PROMPT_GRADIENTS, EQUAL_REPLICAS, REVERSIBLE_UPDATES}
-            result.append(feature("rollback_after", needs=needs))
+            needs |= {traits.EXACT_SUMS, traits.PROMPT_GRADIENTS, traits.EQUAL_REPLICAS, traits.REVERSIBLE_UPDATES}
+            result.append(traits.feature("rollback_after", needs=needs))
         return result
 
 

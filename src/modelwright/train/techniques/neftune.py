@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelwright.core.seeds import derive_seed
+from modelwright.core.config import derive_seed
 from modelwright.ops.rope_norm_swiglu import document_lengths
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.config import ModelwrightError
 from modelwright.data.rows.batch import part_sizes
 from modelwright.ops.tensor_heap import give_back_memory
 from modelwright.parallel.mesh import World
-from modelwright.train.objective import Batch
-from modelwright.train.runner import LossFn, Runner
+from modelwright.train.objective import Batch, LossFn, Runner
 from modelwright.train.technique import Runtime, Technique, Update
 
 WhenOutOfMemory = Literal["halve_microbatch", "fail"]

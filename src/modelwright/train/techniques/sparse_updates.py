@@ -26,26 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from modelwright.core.compatibility import (
-    ADAMW_STATES,
-    EAGER_BLOCKS,
-    EQUAL_REPLICAS,
-    EXACT_SUMS,
-    PROMPT_GRADIENTS,
-    RESIDENT_STATES,
-    REVERSIBLE_UPDATES,
-    SAME_MATMULS,
-    SAME_UNITS,
-    SYNCHRONOUS_UPDATES,
-    TRAINED_WEIGHTS,
-    WHOLE_GRADIENTS,
-    WHOLE_MODEL,
-    Feature,
-    feature,
-)
-from modelwright.core.config import constant, only_for
-from modelwright.core.errors import ConfigError
-from modelwright.core.seeds import derive_seed
+from modelwright.core import compatibility as traits
+from modelwright.core.config import ConfigError, constant, derive_seed, only_for
 from modelwright.ops.matmul import Executed, LinearGemms, counted
 from modelwright.train.objective import Batch
 from modelwright.train.technique import Runtime, Technique, Update
@@ -115,16 +97,29 @@ class SparseUpdateConfig:
         return 1.0 - (1.0 - self.keep_fraction) * min(1.0, sparse)
 
 
-def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[Feature]:
+def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[traits.Feature]:
     """Features of sparse updates and batch selection, with their requirements. Selecting units needs more."""
-    needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
-    whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS, TRAINED_WEIGHTS}
-    result = list[Feature]()
+    needs = {
+        traits.EAGER_BLOCKS,
+        traits.SYNCHRONOUS_UPDATES,
+        traits.PROMPT_GRADIENTS,
+        traits.SAME_MATMULS,
+        traits.WHOLE_GRADIENTS,
+        traits.WHOLE_MODEL,
+    }
+    whole = {
+        traits.ADAMW_STATES,
+        traits.RESIDENT_STATES,
+        traits.EXACT_SUMS,
+        traits.EQUAL_REPLICAS,
+        traits.TRAINED_WEIGHTS,
+    }
+    result = list[traits.Feature]()
     if units.kind != "none":
-        breaks = [REVERSIBLE_UPDATES, SAME_UNITS]
-        result.append(feature("sparse_updates.kind", units.kind, needs=needs | whole, breaks=breaks))
+        breaks = [traits.REVERSIBLE_UPDATES, traits.SAME_UNITS]
+        result.append(traits.feature("sparse_updates.kind", units.kind, needs=needs | whole, breaks=breaks))
     if rows.is_on:
-        result.append(feature("batch_selection.signal", needs=needs, breaks=[REVERSIBLE_UPDATES]))
+        result.append(traits.feature("batch_selection.signal", needs=needs, breaks=[traits.REVERSIBLE_UPDATES]))
     return result
 
 

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.artifacts import fsync_folder
-from modelwright.core.errors import ArtifactError, DataError, writing
+from modelwright.core.artifacts import ArtifactError, fsync_folder, writing
+from modelwright.core.config import DataError
 from modelwright.data.clean.deduplicate import find_duplicates
 from modelwright.data.clean.features import FEATURES
 from modelwright.data.clean.fingerprints import (

@@ -24,8 +24,7 @@ import ftfy
 import ftfy.bad_codecs
 from ftfy.badness import is_bad
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.clean.steps.step import Drop, StepSpec
 from modelwright.data.document import Document
 

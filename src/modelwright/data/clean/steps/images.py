@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.deduplicate import BandGroups, keep_in, kept_in
 from modelwright.data.clean.fingerprints import BandFiles
 from modelwright.data.clean.steps.quality import IMAGE_LIMITS, QualityConfig

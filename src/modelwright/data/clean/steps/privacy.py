@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from modelwright.core.config import word_for_none
-from modelwright.core.errors import ConfigError
-from modelwright.core.extras import is_installed
+from modelwright.core.config import ConfigError, is_installed, word_for_none
 from modelwright.data.clean.patterns import KINDS, Candidate, Finding, Pattern
 from modelwright.data.clean.personal_data import CONTACTS, NUMBERS, PHONES
 from modelwright.data.clean.secret_keys import SECRETS

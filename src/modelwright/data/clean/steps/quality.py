@@ -16,9 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError
-from modelwright.core.extras import is_installed
+from modelwright.core.config import ConfigError, constant, is_installed
 from modelwright.data.clean.features import FEATURES, measure
 from modelwright.data.clean.steps.step import Columns, Decisions, Drop, Drops, MeasuredCorpus, StepSpec
 from modelwright.data.document import KINDS, Document, Kind

@@ -23,8 +23,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError, write_atomic
 from modelwright.core.extensions import NoSettings
 from modelwright.data.document import Document
 from modelwright.data.workers import ShardEngine

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError
 from modelwright.data.clean.steps.step import Drop, StepSpec
 from modelwright.data.document import Document
 

@@ -24,7 +24,8 @@ import fsspec
 import fsspec.core
 import numpy as np
 
-from modelwright.core.errors import ArtifactError, ConfigError, StorageError, writing
+from modelwright.core.artifacts import ArtifactError, StorageError, writing
+from modelwright.core.config import ConfigError
 
 ROWS_AT = "rows_at.json"
 """File next to rows and images that another run has packed: `{"url": ...}` names the folder of their large files."""

@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from modelwright.core.errors import ArtifactError
+from modelwright.core.artifacts import ArtifactError
 from modelwright.data.rows.cache.layout import BlockLayout, BlockPart, BlockSet, Items, damaged
 
 _FILE = "access.bin"

@@ -24,9 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import make_folder
-from modelwright.core.config import constant
-from modelwright.core.errors import ConfigError, StorageError
+from modelwright.core.artifacts import StorageError, make_folder
+from modelwright.core.config import ConfigError, constant
 from modelwright.data.rows.cache.layout import BlockLayout, BlockSet, JoinedBlocks
 from modelwright.data.rows.cache.reader import DISK, MEMORY, AccessCounts, BlockReader, SlotTier, Tiers
 

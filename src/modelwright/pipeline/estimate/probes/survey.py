@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.config import ConfigError, did_you_mean
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import MISSING_CORES, PERIOD_S, LoadMeter, OtherProcesses, missing_cores
-from modelwright.core.texts import did_you_mean
 from modelwright.pipeline.estimate.doctor import busy_note
 from modelwright.pipeline.estimate.probes.bandwidth import ACCELERATOR, MEMORY
 from modelwright.pipeline.estimate.probes.disk import DISK
