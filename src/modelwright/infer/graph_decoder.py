@@ -78,8 +78,16 @@ class GraphDecoder:
         """Hidden states [N, D] of tokens of decoding sequences; writes their keys and values into the cache."""
         num_rows = self._row_multiple * 2 ** math.ceil(math.log2(max(1.0, len(rows) / self._row_multiple)))
         step = self._step(num_rows)
+        numbers: list[list[int]] = []
+        for row in rows:
+            sequence, at, block_len = row.sequence, row.position, self._cache.block_len
+            table = sequence.block_table
+            slot = table[at // block_len] * block_len + at % block_len
+            length = max(sequence.num_prefill, at + 1)  # when the token was first computed, as in `model_runner`
+            unused = [0] * (self._table_len - len(table))
+            numbers.append([sequence.token_at(at), at, length, slot, *table, *unused])
         # The copy of the step before is over: its results were read to choose tokens
-        step.staged.copy_(torch.tensor([self._numbers(row) for row in rows] + self._padding(num_rows - len(rows))))
+        step.staged.copy_(torch.tensor(numbers + self._padding(num_rows - len(rows))))
         step.inputs.copy_(step.staged, non_blocking=True)
         if step.graph is None:
             return self._compute(step.inputs)[: len(rows)]
@@ -89,13 +97,6 @@ class GraphDecoder:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V]."""
         return self._head(F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple)))[: len(hidden_ND)]
-
-    def _numbers(self, row: DecodeRow) -> list[int]:
-        sequence, at, block_len = row.sequence, row.position, self._cache.block_len
-        table = sequence.block_table
-        slot = table[at // block_len] * block_len + at % block_len
-        length = max(sequence.num_prefill, at + 1)  # when the token was first computed, as in `model_runner`
-        return [sequence.token_at(at), at, length, slot, *table, *[0] * (self._table_len - len(table))]
 
     def _padding(self, num_rows: int) -> list[list[int]]:
         return [[0, 0, 1] + [0] * (1 + self._table_len)] * num_rows
