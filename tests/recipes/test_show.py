@@ -63,17 +63,25 @@ def test_special_tokens_in_a_message_are_plain(model: Path, tmp_path: Path) -> N
 
 def test_preference_has_both_sides(model: Path, tmp_path: Path) -> None:
     record = {"prompt": "Which color?", "chosen": "Blue.", "rejected": "Fish."}
-    chosen, rejected = show(model, lines_of(tmp_path / "a.jsonl", record)).texts
+    shown = show(model, lines_of(tmp_path / "a.jsonl", record))
+    chosen, rejected = shown.texts
     assert learned(chosen) == "Blue.<|im_end|>"
     assert learned(rejected) == "Fish.<|im_end|>"
     assert chosen.title.endswith("(chosen)")
     assert rejected.title.endswith("(rejected)")
+    plain, page = str(shown), shown.html()
+    assert ">>Blue." in plain
+    assert "~~Fish." in plain
+    assert "(to avoid)" in rejected.figures()[0]
+    assert '<span class="learned">Blue.' in page
+    assert '<span class="avoided">Fish.' in page
 
 
 def test_unpaired_answer_to_avoid_is_named(model: Path, tmp_path: Path) -> None:
     records = [{"prompt": "Which color?", "completion": word, "label": word == "Blue."} for word in ("Blue.", "Fish.")]
-    titles = [one.title for one in show(model, lines_of(tmp_path / "a.jsonl", *records)).texts]
-    assert [re.findall(r"\((.*)\)", title) for title in titles] == [["desired"], ["to avoid"]]
+    texts = show(model, lines_of(tmp_path / "a.jsonl", *records)).texts
+    assert [re.findall(r"\((.*)\)", one.title) for one in texts] == [["desired"], ["to avoid"]]
+    assert [one.is_avoided for one in texts] == [False, True]
 
 
 def test_truncation_and_cleaning_are_told(model: Path, tmp_path: Path) -> None:

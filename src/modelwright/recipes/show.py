@@ -7,7 +7,7 @@ packed rows of a run, which are the tokens that its training reads. `modelwright
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -41,10 +41,12 @@ from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
 from modelwright.recipes.load import MOST_MEASURED, RECIPE, find_run, find_target, settings_of_target
 
 SEQUENCE_OF_PAIR = ("chosen", "rejected")
+AVOIDED = (SEQUENCE_OF_PAIR[1], "to avoid")
+"""Roles of answers that training makes less likely."""
 _CSS = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f6f4;padding:1em;border-radius:6px}
 .learned{background:#cdeccd;color:#0b4d0b}.special{border:1px solid #888;border-radius:3px;padding:0 2px;color:#555}
-.cut{color:#a33}ul{padding-left:1.2em}"""
+.avoided{background:#f6d5d5;color:#7a1010}.cut{color:#a33}ul{padding-left:1.2em}"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class TokenSpan:
 @dataclass(frozen=True, kw_only=True)
 class ShownText:
     """One sequence of tokens as training reads it. title: where it is from and its role; num_cut: tokens at its end
-    that do not fit into a row; notes: what cleaning changed, and what else decides how it is learned.
+    that do not fit into a row; notes: what cleaning changed, and what else decides how it is learned; is_avoided:
+    training makes the tokens with weight 1 less likely.
     """
 
     title: str
@@ -68,10 +71,12 @@ class ShownText:
     num_learned: int
     num_cut: int = 0
     notes: Sequence[str] = ()
+    is_avoided: bool = False
 
     def figures(self) -> list[str]:
         """Returns lines about tokens, weights and truncation, then the notes."""
-        weights = f"weight 1 for {self.num_learned:,} (learned), 0 for {self.num_tokens - self.num_learned:,}"
+        aim = "to avoid" if self.is_avoided else "learned"
+        weights = f"weight 1 for {self.num_learned:,} ({aim}), 0 for {self.num_tokens - self.num_learned:,}"
         cut = f"truncated: {self.num_cut:,} tokens at the end are cut" if self.num_cut else "not truncated"
         return [f"tokens: {self.num_tokens:,}; {weights}", cut, *self.notes]
 
@@ -87,21 +92,24 @@ class Shown:
         return self.rich(color=False).plain
 
     def rich(self, *, color: bool = True) -> Text:
-        """Returns the examples for a terminal. Special tokens are framed and in reverse, learned tokens are green;
-        without color, `>>` and `<<` enclose what is learned.
+        """Returns the examples for a terminal. Special tokens are framed and in reverse, learned tokens are green,
+        those to avoid are red; without color, `>>` and `<<`, or `~~` and `~~`, enclose them.
         """
         result = Text()
         legend = "learned tokens are green" if color else "learned tokens are between >> and <<"
+        if any(shown.is_avoided for shown in self.texts):
+            legend += ", those to avoid are red" if color else ", those to avoid between ~~ and ~~"
         result.append(f"{legend}, special tokens in \u27e6 \u27e7\n", "dim")
         for shown in self.texts:
             result.append(f"\n--- {visible(shown.title)}\n", "bold")
+            marks, learned_style = (("~~", "~~"), "red") if shown.is_avoided else ((">>", "<<"), "green")
             for is_learned, spans in groupby(shown.spans, lambda span: span.is_learned):
-                result.append(">>" if is_learned and not color else "")
+                result.append(marks[0] if is_learned and not color else "")
                 for span in spans:
                     text = f"\u27e6{visible(span.text)}\u27e7" if span.is_special else visible(span.text)
-                    style = "green" if is_learned else ""
+                    style = learned_style if is_learned else ""
                     result.append(text, f"{style} reverse".strip() if span.is_special else style)
-                result.append("<<" if is_learned and not color else "")
+                result.append(marks[1] if is_learned and not color else "")
             result.append("\n")
             for line in shown.figures():
                 result.append(f"  {visible(line)}\n")
@@ -115,8 +123,9 @@ class Shown:
         parts = list[str]()
         for shown in self.texts:
             parts.append(f"<h2>{escape(visible(shown.title))}</h2><pre>")
+            learned = "avoided" if shown.is_avoided else "learned"
             for span in shown.spans:
-                classes = " ".join(n for n, on in (("learned", span.is_learned), ("special", span.is_special)) if on)
+                classes = " ".join(n for n, on in ((learned, span.is_learned), ("special", span.is_special)) if on)
                 parts.append(f'<span class="{classes}">{escape(visible(span.text))}</span>')
             parts.append(f'<span class="cut"> [{shown.num_cut:,} tokens cut]</span>' if shown.num_cut else "")
             parts.append(f"</pre><ul>{''.join(f'<li>{escape(visible(line))}' for line in shown.figures())}</ul>")
@@ -124,7 +133,8 @@ class Shown:
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
             f"content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>Examples</title><style>{_CSS}</style>"
-            '<p><span class="learned">Learned tokens</span>, <span class="special">special tokens</span></p>'
+            '<p><span class="learned">Learned tokens</span>, <span class="avoided">tokens to avoid</span>, '
+            '<span class="special">special tokens</span></p>'
             f"{''.join(parts)}<h2>Sources</h2><ul>{rest}</ul></html>\n"
         )
 
@@ -266,7 +276,8 @@ def _encoded(
             ids, mask = fitted
         more = [] if mask[1:seq_len].any() else [f"dropped: no token of an answer fits into {seq_len:,} tokens"]
         num_cut = max(0, len(ids) - seq_len)
-        yield shown_text(tokenizer, title, ids[:seq_len], mask[:seq_len], num_cut=num_cut, notes=[*more, *notes])
+        shown = shown_text(tokenizer, title, ids[:seq_len], mask[:seq_len], num_cut=num_cut, notes=[*more, *notes])
+        yield replace(shown, is_avoided=role in AVOIDED)
 
 
 def shown_text(
@@ -322,7 +333,8 @@ def show_run(run: RunDir, *, rows: int) -> Shown:
             # A label is the token after its place, so the mask of a token is at the place before it.
             mask = np.append(False, labels[:-1] != IGNORED).astype(np.uint8)
             role = f", {SEQUENCE_OF_PAIR[row % 2]}" if reader.group_size == 2 else ""
-            texts.append(shown_text(tokenizer, f"row {row}, piece {piece}{role}", ids, mask))
+            shown = shown_text(tokenizer, f"row {row}, piece {piece}{role}", ids, mask)
+            texts.append(replace(shown, is_avoided=role.removeprefix(", ") in AVOIDED))
     lines = [f"rows: {reader.num_rows:,} of {reader.seq_len:,} tokens in {folders[0].relative_to(run.path)}"]
     fit = facts.get("pairs/train") or {}
     if fit:
