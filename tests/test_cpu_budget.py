@@ -25,7 +25,7 @@ import multiprocessing, time
 
 
 def work():
-    end = time.process_time() + 2.5
+    end = time.process_time() + SECONDS
     while time.process_time() < end:
         pass
 
@@ -45,15 +45,15 @@ def test_work():
         ("2.4", ["-m", "not slow"], 1),
         ("2.4", ["-m", "not slow", "-p", "xdist.plugin", "-n", "1"], 1),
         ("1000", ["-m", "not slow"], 0),
-        ("2.4", ["-m", "not slow", "-k", "work"], 0),
-        ("2.4", ["-m", "not slow", "test_one.py"], 0),
-        ("2.4", [], 0),
+        ("0.01", ["-m", "not slow", "-k", "work"], 0),
+        ("0.01", ["-m", "not slow", "test_one.py"], 0),
+        ("0.01", [], 0),
     ],
     ids=["too much", "too much in another process", "within", "by name", "a file", "slow ones too"],
 )
 def test_too_much_cpu_time_fails_the_run(tmp_path: Path, most: str, words: list[str], code: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_one.py").write_text(TEST)
+    (tmp_path / "test_one.py").write_text(TEST.replace("SECONDS", "2.5" if code else "0"))
     (tmp_path / "limits.json").write_text(f'{{"{NAME}": {most}}}')
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {HERE}\ntestpaths = .\nmarkers = slow\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]

@@ -34,6 +34,8 @@ from modelwright.train.objective import Objective, forward
 from modelwright.train.technique import Technique, Update
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 TEACHER = replace(tiny_run.SHAPE, num_layers=3, model_dim=48, num_heads=6, num_kv_heads=3, ffn_dim=96)
 STUDENT = replace(tiny_run.SHAPE, init_std=0.1)
 NUM_STEPS, TEMPERATURE, STOP = 6, 1.5, 5

@@ -28,6 +28,8 @@ from modelwright.pipeline.stages.align import read_pairs, thumbnail
 from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''
 def add_{n}(first, second):
     """Add the number {n} to the sum of both arguments.

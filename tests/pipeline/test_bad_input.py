@@ -72,7 +72,7 @@ def test_a_counted_skip(inside: Command, tmp_path: Path, kind: str) -> None:
     source, target = make_input(kind, tmp_path), tmp_path / "run"
     done = inside(*run_words(source, target), "--data.on_bad_record", "skip")
     assert done.returncode == 0, done.stderr
-    assert "could not be read and were left out" in done.stderr
+    assert "1 record could not be read and was left out" in done.stderr
     manifest = json.loads((target / "clean" / "artifact" / "manifest.json").read_text())
     assert sum(manifest["facts"]["sources"]["skipped"].values()) in (1, 2), (
         "the bad record, or the cut file and its last record"

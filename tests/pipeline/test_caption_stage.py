@@ -45,6 +45,8 @@ from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''
 def add_{n}(first, second):
     """Add the number {n} to the sum of both arguments."""

@@ -22,6 +22,8 @@ from modelwright.objectives.distillation import OnPolicyConfig
 from modelwright.pipeline.stages.distill import DistillConfig
 from modelwright.pipeline.stages.student import StudentConfig
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = "clean,tokenize,pack,pretrain,student,distill,report"
 SETTINGS = (

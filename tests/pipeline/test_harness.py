@@ -22,7 +22,7 @@ from refusals import config_error
 
 lm_eval = pytest.importorskip("lm_eval")
 EngineLM = pytest.importorskip("modelwright.evaluate.harness").EngineLM
-pytestmark = pytest.mark.filterwarnings("default")  # of lm-eval, datasets and their libraries
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # of lm-eval, datasets and their libraries
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHOICES = [
     {"question": f"Box {number}: which color?", "choices": ["red", "a light green", "blue"], "label": number % 3}

@@ -19,6 +19,8 @@ from modelwright.pipeline.process_group import PeerLost, as_lost_peer
 from rank_processes import Started, start_process
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 DATA = "clean,tokenize,pack"
 

@@ -15,6 +15,8 @@ from modelwright.core.records import column, read_records
 from own_tiers import open_tiers, use_own_memory
 from rank_processes import start_process
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., Any]
 PRETRAINED = "tokenize,pack,pretrain"
 TRAINED = f"{PRETRAINED},sft"

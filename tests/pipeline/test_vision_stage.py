@@ -33,6 +33,8 @@ from modelwright.recipes.load import load
 from rank_processes import Started, start_process
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 NUM_IMAGES = 80
 
 

@@ -45,6 +45,8 @@ from serve.test_keys import write_keys
 from serve.test_monitoring import samples
 from serve.test_scores import write_judge
 
+pytestmark = pytest.mark.slow
+
 ADMIN = {"Authorization": "Bearer root"}
 ENGINE = EngineConfig(max_num_seqs=8)
 

@@ -36,6 +36,8 @@ from serve.conftest import make_model, write_model
 from serve.patience import held, wait_until
 from serve.test_keys import write_keys
 
+pytestmark = pytest.mark.slow
+
 ENGINE = EngineConfig(prefill_chunk_size=16, max_num_seqs=8, num_speculative_tokens=2)
 PROMPT = "the quick brown fox jumps over the lazy dog the quick brown fox"
 ADMIN = {"Authorization": "Bearer root"}

@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PATIENCE_MS = 90_000
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")]
 
 
 def wait_for_answer(page) -> None:

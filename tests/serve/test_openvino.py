@@ -30,6 +30,8 @@ from serve.conftest import make_model, make_tokenizer, write_model
 from serve.patience import wait_until
 from serve.test_monitoring import samples
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("openvino_genai", reason="OpenVINO GenAI is not installed (modelwright[openvino])")
 
 PROMPTS = ["the quick brown fox jumps", "what does this do? " * 12, "größer", "a"]

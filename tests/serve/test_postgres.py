@@ -26,6 +26,8 @@ from serve.test_ab_tests import Process
 from serve.test_keys import write_keys
 from serve.test_request_log import exported, record
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("sqlalchemy", reason="SQLAlchemy is not installed: pip install 'modelwright[postgres]'")
 pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'modelwright[postgres]'")
 if shutil.which("postgres") is None or shutil.which("initdb") is None:

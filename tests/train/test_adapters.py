@@ -29,6 +29,8 @@ from modelwright.train.objective import Objective, Terms
 from parallel.parity_run import Case, run_case, run_cases
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 ONCE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 LORA = {"r": 4, "target_modules": ["attention", "down_proj"]}

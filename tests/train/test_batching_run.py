@@ -26,6 +26,8 @@ from modelwright.train.techniques.heldout_mixture import heldout_mixture
 from refusals import config_error
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, EVERY = 12, 3
 BATCHING = {
     "curriculum": {"by": "length"},

@@ -18,6 +18,8 @@ from modelwright.train.monitors import energy
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy, total_energy
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:

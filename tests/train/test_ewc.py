@@ -23,6 +23,8 @@ from modelwright.train.techniques import ewc
 from modelwright.train.techniques.ewc import fisher_diagonal, sampled_labels
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 STRENGTH = 50.0
 SHORT = {
     "num_steps": 4, "checkpoint_every_steps": 2, "eval_every_steps": 0, "keep_best": False, "max_grad_norm": 0.0,

@@ -17,6 +17,8 @@ from modelwright.data.rows.batch import TokenBatch
 from modelwright.objectives.next_token import NextToken
 from modelwright.parallel.mesh import World
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, DIE_AT, EVERY, LOST = 60, 33, 20, 3
 NEVER = NUM_STEPS
 

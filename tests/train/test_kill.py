@@ -19,6 +19,8 @@ from modelwright.pipeline.stages.qat import with_step_sizes
 from modelwright.train.config import TrainConfig
 from modelwright.train.techniques.fake_quantization import RANGES, QuantizationAwareConfig, fake_quantization
 
+pytestmark = pytest.mark.slow
+
 SHAPES: Mapping[str, ModelConfig] = {
     "selected heads": replace(tiny_run.SHAPE, head_budget=0.5),
     "gates of heads": replace(tiny_run.SHAPE, attention_gate="head"),

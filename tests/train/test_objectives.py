@@ -27,6 +27,8 @@ from modelwright.train.frozen_model import FrozenModel
 from modelwright.train.objective import Objective, Terms
 from modelwright.train.technique import Technique, Update
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("Ppo", "Dpo", "Distillation", "Replay")
 NONE: dict[str, Any] = {}
 NUM_STEPS = 5

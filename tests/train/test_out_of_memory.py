@@ -21,6 +21,8 @@ from modelwright.parallel.mesh import single
 from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
 from rank_processes import all_well, start_process, wait_for
 
+pytestmark = pytest.mark.slow
+
 MARGIN = (30 if cpu_kernels.are_used_on("cpu") else 70) * 2**20
 """Too little for the whole batch at once, enough for half of it."""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")

@@ -16,6 +16,8 @@ from modelwright.train.objective import forward
 from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import AdaptiveConfig, Fp8Config, PrecisionConfig
 
+pytestmark = pytest.mark.slow
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bf16_mixed", "fp8:rowwise", "fp8:blockwise")]
 
 

@@ -13,6 +13,8 @@ from modelwright.parallel.mesh import ParallelConfig, World
 from modelwright.train.monitors.energy import ENERGY_FILE, read_energy
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 LOSS = TOLERANCES["fp32_loss"]
 CASES = {

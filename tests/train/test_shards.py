@@ -11,6 +11,8 @@ from distributed import start_distributed
 from modelwright.train.checkpoint.files import list_checkpoints, read_weights
 from modelwright.train.checkpoint.reader import peers
 
+pytestmark = pytest.mark.slow
+
 DIED = 9
 NUM_COPIES = {"copies2": 2, "fsdp2tp2": 1, "pp2fsdp2": 1, "hybrid2x2": 2}
 """The layouts that are written, and how many ranks of each a transport joins."""

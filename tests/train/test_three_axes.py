@@ -15,6 +15,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import ParallelConfig, World
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 SAVED_AT, END = 3, 6
 SETTINGS = {
     "num_steps": END,

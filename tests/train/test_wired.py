@@ -16,6 +16,8 @@ from modelwright.parallel.mesh import ParallelConfig
 from modelwright.train.config import TrainConfig, check_layout
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, weights
 
+pytestmark = pytest.mark.slow
+
 LOCAL = {
     "kind": "topk_quantized",
     "topk_quantized": {"topk_fraction": 0.25, "bucket_numel": 4096},

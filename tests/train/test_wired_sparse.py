@@ -5,6 +5,8 @@ import torch
 
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
+pytestmark = pytest.mark.slow
+
 FORMS = {
     "columns": {"sparse_updates": {"kind": "columns", "keep_fraction": 0.5, "refresh_every_steps": 2}},
     "rows": {"sparse_updates": {"kind": "rows", "keep_fraction": 0.5, "refresh_every_steps": 3, "signal": "momentum"}},

@@ -16,6 +16,8 @@ from modelwright.core.config import ConfigError
 from modelwright_board.screens import SCREENS
 from modelwright_board.server import run_board
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
 HOSTILE = "<b onclick=x>'\"{{7*7}}"
 PAGES = [screen.name for screen in SCREENS]

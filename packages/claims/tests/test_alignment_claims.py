@@ -19,6 +19,8 @@ from modelwright_claims.claim import Claim, Measurement, Setting, Verdict
 from modelwright_claims.judging import judge
 from modelwright_claims.product_runs import Answers, Asker, pairs_file
 
+pytestmark = pytest.mark.slow
+
 TRUE, LEARNED = (ppo_true_reward.REWARDS[term] for term in (ppo_true_reward.TRUE, ppo_true_reward.LEARNED))
 
 

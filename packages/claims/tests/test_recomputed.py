@@ -20,6 +20,8 @@ from modelwright_claims.judging import judge
 from modelwright_claims.ledger import CLAIMS
 from modelwright_claims.results import judged_for_page, read_results, verdict_on
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 RECORDS = read_results(ROOT / "benchmarks/results")

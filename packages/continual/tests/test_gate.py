@@ -26,6 +26,8 @@ from modelwright_continual.heldout import HeldoutTexts
 from modelwright_continual.served import served_folder
 from modelwright_continual.update import UpdateRequest, run_update
 
+pytestmark = pytest.mark.slow
+
 SILENT = SilentProgress()
 NEW = new_records(range(1000, 1150))
 COMPARISON = PairedComparison(level=0.025, margin=0.02, resamples=2000, seed=0)

@@ -27,6 +27,8 @@ from modelwright_continual.lineage import trace
 from modelwright_continual.model_files import model_digest
 from rank_processes import start_process
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 50
 WEIGHTS = (
     "sft/artifact/model.safetensors", "average/artifact/model.safetensors", "quantize/artifact/model.safetensors",

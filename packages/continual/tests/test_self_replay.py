@@ -27,6 +27,8 @@ from modelwright_continual.update_data import prepare_data
 from rank_processes import start_process
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 SILENT = SilentProgress()
 WANTED = 1500
 """Bytes."""

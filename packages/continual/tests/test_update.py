@@ -31,6 +31,8 @@ from modelwright_continual.update_data import prepare_data
 from modelwright_continual.update_files import NEW, OLD
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 SILENT = SilentProgress()
 SETTINGS = read_overrides(run_schema(), split_words(QUICK)[1])
 

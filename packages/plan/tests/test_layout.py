@@ -20,6 +20,8 @@ from modelwright_plan.measured import MeasuredError, error_text, measured_errors
 from modelwright_plan.step_time import ComputeRate
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
     max_seq_len=2048,

@@ -26,6 +26,8 @@ from modelwright_search.strategies import STANDARD, STRATEGIES, known_strategies
 from modelwright_search.strategies.optuna_studies import HALVING, RUNGS
 from search_runs import copied, search_in, trials_of, wish
 
+pytestmark = pytest.mark.slow
+
 Searched = tuple[Path, SearchResult]
 
 

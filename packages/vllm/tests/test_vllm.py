@@ -34,6 +34,8 @@ from serve.patience import wait_until
 from serve.test_monitoring import samples
 from vllm_stand_in import REASON, install
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["the quick brown fox jumps", "what does this do? " * 12, "größer", "a"]
 START_S = 120
 """Seconds in which the stand-in must start again; importing PyTorch takes 3 s on an idle machine."""

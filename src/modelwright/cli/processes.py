@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from modelwright.core.config import ModelwrightError, Stopped
+from modelwright.core.library_environment import environment_with
 
 if TYPE_CHECKING:
     from modelwright.parallel.elastic import LaunchConfig
@@ -252,12 +253,10 @@ def _started_by_torchrun(reports: str, threads: int) -> Iterator[None]:
     """
     from modelwright.parallel.elastic import torchrun_environment
 
-    environment, level = dict(os.environ), logging.root.manager.disable
-    os.environ.update(torchrun_environment({EXIT_REPORT_DIR: reports}, threads=threads))
+    level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with environment_with(torchrun_environment({EXIT_REPORT_DIR: reports}, threads=threads)):
+            yield
     finally:
         logging.disable(level)
-        os.environ.clear()
-        os.environ.update(environment)

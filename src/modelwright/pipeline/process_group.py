@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from modelwright.core.artifacts import ArtifactError, RunDir
 from modelwright.core.config import ConfigError, ModelwrightError, prefix_errors
+from modelwright.core.library_environment import environment_with
 from modelwright.core.progress import Progress
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
@@ -166,16 +167,8 @@ def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Ma
         names = ", ".join(sorted(_shown(name) for name in others))
         progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
     # As environment variables, which the processes that a rank starts inherit.
-    variables = cpu_kernels.as_setting(choice["used"])
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with environment_with(cpu_kernels.as_setting(choice["used"])):
         yield choice
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _choice(run: RunDir, progress: Progress) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from modelwright_continual.drift.report import as_text
 from modelwright_continual.drift.requests import read_requests
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 Records = list[dict[str, Any]]
 NUM_STATIONARY = 15
 """Windows."""

@@ -24,6 +24,8 @@ from modelwright_continual.loop import LoopResult
 from modelwright_continual.schedule import STATE, ScheduleState, UpdateScheduler
 from rank_processes import start_process
 
+pytestmark = pytest.mark.slow
+
 WINDOW, NUM_WINDOWS = 200, 5
 CONFIG = DriftConfig(window_requests=WINDOW, run_length=50)
 DRIFTED = Shift(other_language=0.6)
