@@ -175,6 +175,5 @@ def test_rows_and_prompts_are_those_of_transformers(tmp_path: Path, number: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_many_conversations(tmp_path: Path, kind: str, name: str) -> None:
-    # Every form of turn that `conversation` draws comes up in 60, and in thousands over all the pairs.
-    compare(tmp_path, kind, name, 60)
+def test_two_hundred_conversations(tmp_path: Path, kind: str, name: str) -> None:
+    compare(tmp_path, kind, name, 200)

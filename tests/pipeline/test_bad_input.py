@@ -3,6 +3,7 @@ half-written artifact."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def test_a_counted_skip(inside: Command, tmp_path: Path, kind: str) -> None:
     source, target = make_input(kind, tmp_path), tmp_path / "run"
     done = inside(*run_words(source, target), "--data.on_bad_record", "skip")
     assert done.returncode == 0, done.stderr
-    assert "1 record could not be read and was left out" in done.stderr
+    assert re.search("1 record could not be read and was left out|2 records could not be read and were", done.stderr)
     manifest = json.loads((target / "clean" / "artifact" / "manifest.json").read_text())
     assert sum(manifest["facts"]["sources"]["skipped"].values()) in (1, 2), (
         "the bad record, or the cut file and its last record"
