@@ -14,6 +14,8 @@ from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.pipeline.stages.init import save_model_folder
 from rank_processes import Started, start_process
 
+pytestmark = pytest.mark.slow
+
 CODES = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped")}
 GOES_ON = "; what was finished stays, the same command goes on from there"
 BOTH = pytest.mark.parametrize("number", list(CODES), ids=lambda number: number.name)

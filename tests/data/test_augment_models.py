@@ -32,6 +32,8 @@ from modelwright.data.document import Document
 from recorded_models import Endpoint, serve_translations, translations
 from refusals import config_error
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = yaml.safe_load((Path(__file__).parent / "golden" / "augment_answers.yaml").read_text(encoding="utf-8"))
 SENTENCE = "The committee rejected the proposal after a long debate."
 PARAPHRASE = "After a long debate, the committee turned the proposal down."

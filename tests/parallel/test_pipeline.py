@@ -31,6 +31,8 @@ from parallel.pipeline_run import Case
 from refusals import config_error
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)]

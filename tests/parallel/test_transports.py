@@ -16,6 +16,8 @@ from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step, build_sync
 from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}
 WITH_FEEDBACK = ["bf16", "int8", "powersgd", "one_percent", "global", "warm", "all_kept"]
 THREE_LEVEL = ["one_percent", "global", "warm", "momentum", "all_kept"]

@@ -25,6 +25,8 @@ from modelwright.serve.server import MIN_CONNECTIONS, ServerThread, connection_l
 from refusals import config_error
 from serve.patience import held, wait_until
 
+pytestmark = pytest.mark.slow
+
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
 

@@ -28,6 +28,8 @@ from modelwright.train.techniques import adaptive_precision
 from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
+pytestmark = pytest.mark.slow
+
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
 KINDS: tuple[Kind, ...] = ("attention", "ffn")
 RULES = {

@@ -16,6 +16,8 @@ from modelwright.parallel.strategy import total_norm
 from modelwright.train.objective import Objective, Terms, forward
 from modelwright.train.optim.build import build_optimizer
 
+pytestmark = pytest.mark.slow
+
 UNCLIPPED = {"max_grad_norm": 0.0, "eval_every_steps": 0}
 BY_LAST_NORM = {"optimizer_in_backward": True, "max_grad_norm": 0.5, "eval_every_steps": 0}
 CASES = {
