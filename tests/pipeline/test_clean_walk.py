@@ -78,6 +78,13 @@ def test_clean_look_change_a_limit_and_run(folder: Path, tmp_path: Path, inside:
     assert sources == str(out)
 
 
+def test_questions_alone_are_for_fine_tuning(tmp_path: Path, inside: Command) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"question": "What is one and two?", "answer": "Three."}) + "\n")
+    done = inside("clean", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "clean"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fine-tune a model on it: modelwright finetune MODEL ")
+
+
 @pytest.mark.slow
 def test_the_run_on_the_result_has_figures_of_held_out_text(
     corpus: Path, tmp_path: Path, inside: Command, small_words: tuple[str, ...]

@@ -328,6 +328,8 @@ def _clean_into_folder(
         files = {name: f"{base}/{FOLDER}/{name}-*.parquet" for name in names_of_splits(tables)}
         words = f'"parquet", data_files={files}' if is_store(out) else repr(base)
         lines.append(f"as Parquet: {base}/{FOLDER}; in Python: datasets.load_dataset({words})")
+    if set(sources["documents"]) == {"qa"}:  # nothing to pretrain on
+        return [*lines, f"fine-tune a model on it: modelwright finetune MODEL {shlex.quote(out)} --name mine"]
     return [*lines, f"train on it: modelwright run quickstart --name mine --data.sources {shlex.quote(out)}"]
 
 
