@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from modelwright.core.library_environment import COMPILED, LOWER, SPIN_COUNT, SWITCH, environment_with, lowered, prepare
+from modelwright.core.library_environment import COMPILED, LOWER, SPIN_COUNT, SWITCH, lowered, prepare
 from refusals import config_error
 
 SEEN = """
@@ -76,15 +76,3 @@ def test_programs_are_started_with_the_variables():
     assert words == {**LOWER["avx2"].variables, "GOMP_SPINCOUNT": SPIN_COUNT}
     assert seen("import torch, modelwright", **{SWITCH: "avx2", **words}).returncode == 0
     assert "ConfigError" in seen("import torch, modelwright", **{SWITCH: "avx2"}).stderr
-
-
-def test_variables_of_a_block_leave_those_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may change the environment meanwhile, as pytest does before each phase of a test."""
-    monkeypatch.setenv("KEPT", "before")
-    monkeypatch.setenv("OWN", "before")
-    with environment_with({"OWN": "within", "NEW": "within"}):
-        assert (os.environ["OWN"], os.environ["NEW"]) == ("within", "within")
-        monkeypatch.setenv("KEPT", "changed")
-        monkeypatch.setenv("LATER", "set")
-    assert (os.environ["OWN"], os.environ["KEPT"], os.environ["LATER"]) == ("before", "changed", "set")
-    assert "NEW" not in os.environ

@@ -205,3 +205,15 @@ def test_a_host_that_was_cut_off_looks_for_the_others_again_and_one_that_never_f
     outcomes = iter(["lost"])
     with pytest.raises(RendezvousConnectionError):
         elastic._run_until_found(run, gates, 0.0)
+
+
+def test_variables_of_a_block_leave_those_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may change the environment meanwhile, as pytest does before each phase of a test."""
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.setenv("OWN", "before")
+    with elastic.environment_with({"OWN": "within", "NEW": "within"}):
+        assert (os.environ["OWN"], os.environ["NEW"]) == ("within", "within")
+        monkeypatch.setenv("KEPT", "changed")
+        monkeypatch.setenv("LATER", "set")
+    assert (os.environ["OWN"], os.environ["KEPT"], os.environ["LATER"]) == ("before", "changed", "set")
+    assert "NEW" not in os.environ

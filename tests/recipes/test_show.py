@@ -201,3 +201,17 @@ def test_variables_of_the_template_are_those_of_training(model: Path, tmp_path: 
     pair.pop("messages")
     for shown in show(folder, lines_of(tmp_path / "a.jsonl", record, pair)).texts:
         assert whole(shown).startswith("No thoughts. ")
+
+
+def test_settings_of_reading_are_those_of_the_command_that_refuses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = lines_of(tmp_path / "a.jsonl", {"q": "Which color?", "a": "Blue.", "context": "The sky."})
+    words = ["show", str(model), str(data), "--data.fields", '{"question": "q", "answer": "a"}']
+    assert main([*words, "--data.ignore", "context"]) == 0
+    printed = capsys.readouterr().out
+    assert ">>Blue." in printed
+    fields = {"question": "q", "answer": "a"}
+    assert str(show(model, data, **{"data.fields": fields, "data.ignore": ["context"]})) == printed
+    with config_error("data.ignore", match="no data"):
+        show(tmp_path, **{"data.ignore": ["context"]})

@@ -22,7 +22,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from modelwright.core.config import ModelwrightError, Stopped
-from modelwright.core.library_environment import environment_with
 
 if TYPE_CHECKING:
     from modelwright.parallel.elastic import LaunchConfig
@@ -251,7 +250,7 @@ def _started_by_torchrun(reports: str, threads: int) -> Iterator[None]:
     """Changes the environment that torch passes to the processes that it starts, and silences torchrun's own reports of
     failed processes. reports: folder for their exit reports.
     """
-    from modelwright.parallel.elastic import torchrun_environment
+    from modelwright.parallel.elastic import environment_with, torchrun_environment
 
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -7,8 +7,7 @@ inherit them. `python -m modelwright.core.print_environment` prints them for `en
 
 import os
 import tempfile
-from collections.abc import Generator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from modelwright.core.config import ConfigError
@@ -84,22 +83,6 @@ def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: 
     _set_compiled_kernels_folder(environment)
     if not any(name in environment for name in WAIT_POLICIES):
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-@contextmanager
-def environment_with(variables: Mapping[str, str]) -> Generator[None]:
-    """Sets variables within the block, for the processes that are started there. Others are left alone: another thread
-    may read or change them meanwhile.
-    """
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _set_compiled_kernels_folder(environment: MutableMapping[str, str]) -> None:

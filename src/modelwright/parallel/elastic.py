@@ -125,6 +125,22 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
     }
 
 
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables within the block, for the processes that are started there. Others are left alone: another thread
+    may read or change them meanwhile.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """Outcome of `launch` on this host; without any of these its processes have finished. failed: processes failed more

@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from modelwright.core.artifacts import ArtifactError, RunDir
 from modelwright.core.config import ConfigError, ModelwrightError, prefix_errors
-from modelwright.core.library_environment import environment_with
 from modelwright.core.progress import Progress
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
 from modelwright.parallel.control_plane import Heartbeat
-from modelwright.parallel.elastic import join_as_fits
+from modelwright.parallel.elastic import environment_with, join_as_fits
 from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.parallel.topology.links import (
     DEFAULT_TRAFFIC,

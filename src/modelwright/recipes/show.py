@@ -17,7 +17,7 @@ import numpy as np
 from rich.text import Text
 
 from modelwright.core.artifacts import RunDir, is_finished, read_manifest, write_atomic, writing
-from modelwright.core.config import ConfigError, DataError, parse
+from modelwright.core.config import ConfigError, DataError, merge, nested_settings, parse
 from modelwright.core.texts import redact_text
 from modelwright.data.clean.config import CleanConfig, build_steps
 from modelwright.data.clean.folder import REPORT
@@ -38,6 +38,7 @@ from modelwright.pipeline.models import find_model
 from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stages.clean import CLEAN
 from modelwright.pipeline.stages.pack import PACK, tokenizer_stage
+from modelwright.recipes.cleaning import CleanCommandConfig
 from modelwright.recipes.load import MOST_MEASURED, RECIPE, find_run, find_target, settings_of_target
 
 SEQUENCE_OF_PAIR = ("chosen", "rejected")
@@ -148,21 +149,35 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def show(target: str | Path, data: str | Path | Sequence[str] = (), *, rows: int = 3, html: str | Path = "") -> Shown:
+def show(
+    target: str | Path,
+    data: str | Path | Sequence[str] = (),
+    *,
+    rows: int = 3,
+    html: str | Path = "",
+    **settings: Any,
+) -> Shown:  # fmt: skip
     """Show the first examples of `data` as a model would learn them, or, without data, the first rows of a run.
 
-    target: a run, its name, or a model folder. html: a file to write, too. Raises `ConfigError` for a model folder
-    without data and for fewer than one row, and `DataError` for data without examples.
+    target: a run, its name, or a model folder. html: a file to write, too. settings: those of the sections `data` and
+    `clean` (`**{"data.ignore": "context"}`). Raises `ConfigError` for a model folder without data, for settings without
+    data and for fewer than one row, and `DataError` for data without examples.
     """
     if rows < 1:
         raise ConfigError(f"--rows: must be at least 1, got {rows}")
     sources = (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
+    overrides = nested_settings(CleanCommandConfig, settings)
+    if overrides and not sources:
+        raise ConfigError(f"{next(iter(settings))}: is a setting of how data is read, and no data is named; name it")
     if sources:
         folder = find_model(find_target(str(target))).source.folder
-        config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
         # As `modelwright finetune` would read them.
-        clean = parse(CleanConfig, settings_of_target(RECIPE)[CLEAN.name], CLEAN.name)
-        result = show_examples(folder, config, clean, rows=rows, seq_len=load_config(folder).max_seq_len)
+        base = {
+            "data": {"sources": list(sources), "validation_fraction": 0.0, "on_bad_record": "skip"},
+            CLEAN.name: settings_of_target(RECIPE)[CLEAN.name],
+        }
+        config = parse(CleanCommandConfig, merge(base, overrides))
+        result = show_examples(folder, config.data, config.clean, rows=rows, seq_len=load_config(folder).max_seq_len)
     elif (Path(target) / "config.json").is_file():
         raise ConfigError(f"show: {target} is a model folder; name data after it: modelwright show {target} DATA")
     else:
