@@ -214,4 +214,4 @@ def test_settings_of_reading_are_those_of_the_command_that_refuses(
     fields = {"question": "q", "answer": "a"}
     assert str(show(model, data, **{"data.fields": fields, "data.ignore": ["context"]})) == printed
     with config_error("data.ignore", match="no data"):
-        show(tmp_path, **{"data.ignore": ["context"]})
+        show(tmp_path, **{"data.ignore": ["context"]})  # pyright: ignore[reportArgumentType]

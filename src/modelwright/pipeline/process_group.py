@@ -23,7 +23,7 @@ from modelwright.core.progress import Progress
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cpu_kernels import KERNELS
 from modelwright.parallel.control_plane import Heartbeat
-from modelwright.parallel.elastic import environment_with, join_as_fits
+from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.mesh import ParallelConfig, World, join_world
 from modelwright.parallel.topology.links import (
     DEFAULT_TRAFFIC,
@@ -166,8 +166,16 @@ def kernels_of_run(run: RunDir, world: World, progress: Progress) -> Iterator[Ma
         names = ", ".join(sorted(_shown(name) for name in others))
         progress.note(f"kernels: ranks compute with {_shown(choice['instruction_set'])} and {names}")
     # As environment variables, which the processes that a rank starts inherit.
-    with environment_with(cpu_kernels.as_setting(choice["used"])):
+    variables = cpu_kernels.as_setting(choice["used"])
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
         yield choice
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _choice(run: RunDir, progress: Progress) -> dict[str, Any]:
