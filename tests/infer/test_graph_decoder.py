@@ -167,6 +167,6 @@ def test_a_step_waits_for_nothing_on_the_host():
 def test_there_is_no_decoder_without_triton():
     model = make_model()
     cache = PagedCache(model.config, 10, 16, dtype=torch.float32, device=torch.device("cpu"))
-    decoder, reason = graph_decoder(model, cache, model.logits, row_multiple=1)
+    decoder, reason = graph_decoder(model, cache, model.logits, 1)
     assert decoder is None
     assert "Triton" in reason

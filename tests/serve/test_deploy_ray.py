@@ -128,6 +128,7 @@ def test_the_config_is_valid_by_rays_schema() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # Ray starts processes that import PyTorch, which takes minutes on a busy machine
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files open, and processes that it has ended unread
 def test_ray_answers_a_request(folder: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ray_serve()

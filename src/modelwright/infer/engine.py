@@ -80,6 +80,16 @@ class EngineConfig:
         if CONTEXT_STEP % self.block_size:
             raise ConfigError(f"block_size: must divide {CONTEXT_STEP}, got {self.block_size}; use 16")
 
+    def num_blocks(self, block_len: int, max_seq_len: int) -> int:
+        """Returns the number of blocks of the cache. Raises `ConfigError` if they cannot hold one whole context."""
+        num_blocks, fewest = math.ceil(self.kv_cache_tokens / block_len), math.ceil(max_seq_len / block_len)
+        if num_blocks < fewest:
+            raise ConfigError(
+                f"kv_cache_tokens: {self.kv_cache_tokens} cannot hold a sequence of {max_seq_len} tokens, the context; "
+                f"raise it to at least {fewest * block_len}"
+            )
+        return num_blocks
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -152,13 +162,7 @@ class Engine:
         self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
         weight = model.norm.weight
         block_len = BLOCK_LEN if weight.is_cuda else config.block_size
-        num_blocks = math.ceil(config.kv_cache_tokens / block_len)
-        fewest = math.ceil(self.max_seq_len / block_len)
-        if num_blocks < fewest:
-            raise ConfigError(
-                f"kv_cache_tokens: {config.kv_cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the "
-                f"context; raise it to at least {fewest * block_len}"
-            )
+        num_blocks = config.num_blocks(block_len, self.max_seq_len)
         model.eval()
         cache = PagedCache(
             model.config, num_blocks, block_len, dtype=weight.dtype, device=weight.device, heads_first=weight.is_cuda
@@ -176,9 +180,7 @@ class Engine:
                 "so verified tokens could differ from those that are decoded one by one; set it to 0"
             )
         operator, self.why_no_operator = (
-            graph_decoder(model, cache, head, row_multiple=self.row_multiple)
-            if weight.is_cuda
-            else decode_operator(model, cache)
+            graph_decoder(model, cache, head, self.row_multiple) if weight.is_cuda else decode_operator(model, cache)
         )
         """Reason why PyTorch's operators decode; "" if the project's own operator does."""
         self._runner = ModelRunner(model, head, cache, self.adapters, row_multiple=self.row_multiple, operator=operator)

@@ -142,7 +142,7 @@ class GraphDecoder:
 
 
 def graph_decoder(
-    model: Decoder, cache: PagedCache, head: Product, *, row_multiple: int
+    model: Decoder, cache: PagedCache, head: Product, row_multiple: int
 ) -> tuple[GraphDecoder | None, str]:
     """Returns the decoder, or None and the reason why PyTorch's operators decode this model one by one."""
     if not triton_compiles():
