@@ -46,7 +46,7 @@ class Stopwatch:
 def step_of(engine: Engine) -> DecodeStep:
     """The kernel of an engine that decodes by one operator."""
     operator = engine._runner._operator
-    assert operator is not None
+    assert isinstance(operator, DecodeOperator)
     return operator._step
 
 

@@ -9,6 +9,9 @@ them through the model, whole (`WholeModel`) or as a pipeline
 evaluation inside a run, which the ranks share. `seed_generators` makes all of it repeatable.
 """
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -63,8 +63,8 @@ class Update:
         parts = [] if self.sums is None else [self.sums.vector]
         if isinstance(norm, Tensor):
             parts = [norm.detach().double().reshape(1).to(parts[0].device if parts else norm.device), *parts]
-        values: Any = torch.cat(parts).tolist() if parts else []  # PyTorch leaves its type open
-        found: list[float] = values
+        # PyTorch leaves the type of tolist open.
+        found: list[float] = torch.cat(parts).tolist() if parts else []  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         self.grad_norm = found.pop(0) if isinstance(norm, Tensor) else norm
         if self.sums is not None:
             self.losses, metrics = self.sums.read(found)
