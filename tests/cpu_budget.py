@@ -1,8 +1,9 @@
 """The CPU time of the fast tests, against a limit.
 
-**A timing never fails a test, and this is no timing.** Wall time depends on what else a machine is doing; CPU time is
-work that the tests ask for, which no neighbor adds to. A suite grows by seconds that no single test is to blame for, so
-only the sum can be held. Where the limit bites, tests become smaller or share what they prepare.
+A timing never fails a single test. This is a sum over all of them, of CPU time: other jobs of the machine stretch wall
+time without bound, and CPU time only as far as they share a core's units, for which the limit leaves room. A suite
+grows by seconds that no single test is to blame for, so only the sum can be held. Where the limit bites, tests become
+smaller, share what they prepare, or are slow ones.
 """
 
 import json

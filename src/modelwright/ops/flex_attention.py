@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from modelwright.core.config import ModelwrightError
 
 BLOCK = 128
 """Queries and keys of a block: FlexAttention's default."""
@@ -163,5 +164,15 @@ def _attend(
 
     if torch.compiler.is_compiling():
         return run(flex_attention)
-    with dynamo.patch(recompile_limit=KERNELS):
-        return run(compiled_kernel())
+    # Here, because every process would pay 2.5 s and 80 MB for this import.
+    from torch._dynamo import config as dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        with dynamo.patch(recompile_limit=KERNELS):
+            return run(compiled_kernel())
+    except FailOnRecompileLimitHit as error:
+        raise ModelwrightError(
+            f"attention: compiled for {KERNELS} sizes of batches in this process, the most that it keeps; give batches "
+            "fewer numbers of rows and row lengths"
+        ) from error

@@ -127,13 +127,16 @@ def _wide_weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
     return product(dy_NO.T, x_NI.to(dy_NO.dtype))
 
 
-@torch.compiler.assume_constant_result
 def _has_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, recipe: Recipe, kind: Kind, result: torch.dtype
 ) -> bool:
     # A constant of compiled blocks. By names, because `torch.compile` takes numbers for variables.
     left, right = FACTORS[kind]
     return has_fp8_kernel(device, a_dtype, b_dtype, (_grid_of(recipe, left), _grid_of(recipe, right)), result)
+
+
+# What `torch.compiler.assume_constant_result` does; that imports TorchDynamo, 2 s and 75 MB in each process.
+setattr(_has_kernel, "_dynamo_marked_constant", True)  # noqa: B010  (unknown to a type checker)
 
 
 @dataclass(frozen=True, kw_only=True)
