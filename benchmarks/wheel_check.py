@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ from every_command import (  # noqa: E402  # pyright: ignore[reportMissingImport
 from wheel_tutorial import fault_of_tutorial, follow  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 PROJECTS = [ROOT, *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+NOT_BUILT = shutil.ignore_patterns(
+    ".*", "*.egg-info", "benchmarks", "build", "dist", "docs", "examples", "packages", "runs", "tests"
+)
 MOST_S = 1800
 ALONE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 """Variables of the processes in a new environment, which must not find this checkout."""
@@ -44,7 +48,10 @@ def build_wheels(target: Path) -> list[Path]:
     for old in target.glob("modelwright*.whl"):
         old.unlink()
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(target)]
-    subprocess.run([*command, *map(str, PROJECTS)], check=True)
+    # From copies: setuptools packs what an earlier build left in build/lib, even modules that are gone from the source.
+    with tempfile.TemporaryDirectory() as copies:
+        sources = [shutil.copytree(one, Path(copies, one.name), ignore=NOT_BUILT) for one in PROJECTS]
+        subprocess.run([*command, *map(str, sources)], check=True)
     return sorted(target.glob("modelwright*.whl"))
 
 
