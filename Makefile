@@ -9,9 +9,9 @@
 # make docs   build the documentation into build/site, with warnings as errors
 # make wheel-check  build the wheels, and try them in empty environments: without extras, and with all of them
 # make lint   formatting, types, import layers
-# make bench  the same training on two other trainers, side by side, and fine-tuning beside TRL and PEFT, which get
-#             environments of their own; make bench ISA=avx2 times a newer processor as one with AVX2 alone (or ISA=x86-64);
-#             ARGS and TUNING_ARGS are the options of the two benchmarks
+# make bench  the rows of docs/performance.md: training, fine-tuning, engines, serving and cleaning next to others, some of
+#             which get environments of their own; it says its minutes first. make bench ISA=avx2 times a newer processor
+#             as one with AVX2 alone (or ISA=x86-64); ARGS and TUNING_ARGS are options of peers.py and tuning_peers.py; records go to BENCH=bench-here
 # make parity every parallel layout against one process
 # make prove  measure every claim (about 15 hours; it resumes) into claims-here; make prove QUICK=1 for the short
 #             form; make loading-peers before it gives litData and mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours
@@ -39,6 +39,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
 TUNING_ARGS ?=
+BENCH ?= bench-here
 ISA ?=
 STARTED := $(shell date +%s)
 TORCH_INDEX ?=
@@ -95,10 +96,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-peers .venv-trl/.ready .venv-trl-ppo/.ready
-	$(WITH_ISA) $(BIN)/python benchmarks/peers.py $(ARGS)
+bench: $(VENV)/.installed-peers .venv-trl/.ready .venv-trl-ppo/.ready .venv-cleaning/.ready
+	@$(BIN)/python benchmarks/performance.py --minutes
+	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute fp32 --results $(BENCH) $(ARGS)
+	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute bf16 --results $(BENCH) $(ARGS)
 	$(WITH_ISA) $(BIN)/python benchmarks/tuning_peers.py --trl .venv-trl/bin/python \
-		--trl-ppo .venv-trl-ppo/bin/python $(TUNING_ARGS)
+		--trl-ppo .venv-trl-ppo/bin/python --results $(BENCH) $(TUNING_ARGS)
+	$(WITH_ISA) $(BIN)/modelwright prove int8 serving_qps --results $(BENCH)
+	$(WITH_ISA) $(BIN)/python benchmarks/cleaning_peers.py --peers .venv-cleaning/bin/python --results $(BENCH)
+	$(BIN)/python benchmarks/performance.py --results $(BENCH)
 
 loading-peers: .venv-loading/.ready
 
@@ -113,7 +119,7 @@ gpu-check:
 	PYTHONPATH=src:$(subst $(space),:,$(PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-loading build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-loading .venv-cleaning build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -151,6 +157,11 @@ $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(MAKE) VENV=$(@D) $(@D)/.torch
 	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft \
 		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
+	@touch $@
+
+.venv-cleaning/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'datatrove[processing]' spacy datasketch presidio-analyzer
 	@touch $@
 
 # Not in .venv: mosaicml-streaming wants older versions of numpy and transformers.

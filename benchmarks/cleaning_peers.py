@@ -247,7 +247,7 @@ def main() -> None:
         return
     if not given.peers:
         parser.error("--peers: name the Python of an environment with datatrove, datasketch and presidio-analyzer")
-    around = circumstances()
+    around, started = circumstances(), time.perf_counter()
     measures = {
         NEAR: lambda: near_duplicates(given.peers, 300 if given.quick else 4000),
         PERSONAL: lambda: personal_data(given.peers, 40 if given.quick else 400),
@@ -255,6 +255,7 @@ def main() -> None:
     }
     tasks = {task: measures[task]() for task in given.only}
     record = {"benchmark": "cleaning_peers", "tasks": tasks, "peers": peer_versions(given.peers), **around}
+    record["wall_s"] = time.perf_counter() - started
     print("\n".join(table(record)), "\n")
     print("\n".join(verdicts(record)))
     if not given.quick:

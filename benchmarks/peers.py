@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def main() -> None:
     if options.worker:
         work(options.worker, Task.load(options.task), options.out)
         return
-    around = circumstances()
+    around, started = circumstances(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="modelwright-bench-") as folder:
         task = prepare(Path(folder), options)
         runs = measure(task, options.only or list(TRAINERS), options.repeats)
@@ -63,6 +64,7 @@ def main() -> None:
         "runs": runs,
         **around,
         "threads": task.threads,
+        "wall_s": time.perf_counter() - started,
     }
     save(record, options.results, f"peers-{task.compute}-{machine_slug(around['machine'])}.json")
 

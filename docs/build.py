@@ -133,7 +133,16 @@ def gpu_records() -> str:
     return "\n\n".join(texts) or "There is no record of a card yet."
 
 
+def performance_page() -> str:
+    """Returns the table of speed and memory next to others."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from performance import page
+
+    return page()
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
+    "performance.md": performance_page,
     "reference/commands.md": commands_page,
     "reference/api.md": api_page,
     "config.md": settings_page,

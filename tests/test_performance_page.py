@@ -1,0 +1,75 @@
+"""The page of speed and memory next to others: which records it reads, and what it says of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import performance
+
+AROUND = {
+    "versions": {"torch": "2.13.0", "transformers": "5.0", "lightning": "2.0"},
+    "commit": "0123456789ab", "load_at_start": [0.1, 0.2, 0.3],
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, record: dict[str, Any], *, date: str, instruction_set: str = "AVX512") -> None:
+    machine = {"processor": "Made", "cores": 2, "instruction_set": instruction_set}
+    (folder / f"{name}.json").write_text(json.dumps(AROUND | {"machine": machine, "date": date} | record))
+
+
+def trainers(own: list[float], rival: list[float]) -> dict[str, Any]:
+    runs = {"Modelwright": own, "Hugging Face Trainer": rival}
+    return {
+        "task": {"compute": "fp32"},
+        "runs": {name: [{"tokens_per_s": speed} for speed in speeds] for name, speeds in runs.items()},
+        "summary": {name: {"peak_bytes": len(name) * 2**20} for name in runs},
+        "wall_s": 120.0,
+    }
+
+
+def row(page: str, *words: str) -> list[str]:
+    (line,) = (line for line in page.splitlines() if line.startswith("|") and all(word in line for word in words))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_medians_of_the_newest_record_of_each_instruction_set(tmp_path: Path) -> None:
+    write(tmp_path, "peers-fp32-old", trainers([9000.0], [1.0]), date="2026-01-01")
+    write(tmp_path, "peers-fp32-new", trainers([300.0, 100.0, 200.0], [50.0, 100.0, 150.0]), date="2026-02-01")
+    write(tmp_path, "peers-fp32-avx2", trainers([60.0], [120.0]), date="2026-01-15", instruction_set="AVX2")
+    page = performance.page(tmp_path)
+    cells = row(page, "pretraining", "Hugging Face")
+    assert cells[1:5] == ["Hugging Face Trainer 5.0", "200 (100 to 300)", "100 (50 to 150)", "**2.00**"]
+    assert cells[5:] == ["60 (one run)", "120 (one run)", "**0.50**", "11 against 20"]
+    assert "peers-fp32-old" not in page
+    assert "[peers-fp32-avx2](../benchmarks/results/peers-fp32-avx2.json)" in page
+
+
+def test_engines_are_compared_with_the_fastest_one_by_pairs_of_runs(tmp_path: Path) -> None:
+    samples = {
+        "decode, 1 stream, Modelwright, INT8": [100.0, 300.0],
+        "decode, 1 stream, slow, 8 bits": [90.0, 90.0],
+        "decode, 1 stream, quick, 8 bits": [200.0, 200.0],
+        "decode, 1 stream, four, 4 bits": [900.0, 900.0],
+    }
+    conditions = {"version of quick, 8 bits": "7"}
+    write(tmp_path, "int8-x", {"samples": samples, "conditions": conditions}, date="2026-01-01")
+    page = performance.page(tmp_path)
+    assert row(page, "INT8, decode, 1 stream")[1:5] == ["quick 7", "200 (100 to 300)", "200 (200 to 200)", "**1.00**"]
+    assert row(page, "INT8, decode, 1 stream")[5] == "not measured"
+    assert "four" not in page  # there is no INT4 of ours in this record
+
+
+def test_a_quick_record_does_not_count_and_minutes_are_those_of_the_records(tmp_path: Path) -> None:
+    write(tmp_path, "peers-fp32-quick", trainers([1.0], [1.0]) | {"quick": True}, date="2026-03-01")
+    assert "pretraining" not in performance.page(tmp_path)
+    write(tmp_path, "peers-fp32-new", trainers([1.0], [1.0]), date="2026-02-01")
+    assert "about 2 minutes, and 5 parts" in performance.minutes(tmp_path)
+
+
+def test_published_records_give_a_row_each_with_both_sides() -> None:
+    page = performance.page()
+    table = [line for line in page.split("## Records")[0].splitlines() if line.startswith("| ")][2:]
+    assert len(table) > 20
+    assert all(re.search(r"\*\*[\d.]+\*\*", line) for line in table)
+    assert all(f"/{part}-" in page for part in performance.PARTS)
