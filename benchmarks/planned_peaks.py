@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the runs here, and go on with those that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)  # before the quarter of an hour of measuring, not after it
     around = circumstances()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
