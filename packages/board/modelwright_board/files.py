@@ -1,9 +1,10 @@
 """Reads files that somebody else may have made: nothing outside the folder, no device, no more than a limit, and what
-is not valid JSON or YAML is empty.
+is not valid JSON or YAML is empty. Texts of data and requests are shown shortened, with personal data covered.
 """
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -15,6 +16,9 @@ import yaml
 
 MOST_JSON_BYTES = 8_000_000
 MOST_YAML_BYTES = 1_000_000
+
+
+_PERSONAL = re.compile(r"[^\s@<>\"']{1,64}@[^\s@<>\"']{1,255}|(?<![\w.])\+?\d[\d ()/.-]{6,}\d(?![\w.])")
 
 
 class OutsideError(OSError):
@@ -139,3 +143,9 @@ def flat_settings(text: str, *, most: int = 4000) -> dict[str, str]:
     if isinstance(plain, Mapping):
         walk(plain, "", 0)
     return result
+
+
+def masked(text: object, most: int = 400) -> str:
+    """Returns the beginning of a text, in which addresses and long numbers are covered."""
+    words = _PERSONAL.sub("▮▮▮", str(text)[: 4 * most])
+    return words if len(words) <= most else words[: most - 3] + "..."

@@ -1,6 +1,7 @@
 """The board's HTTP server: who may see it, its routes, and the stream of what changes."""
 
 import asyncio
+import ctypes
 import hashlib
 import hmac
 import json
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -42,6 +44,7 @@ from modelwright_board.screen import Board, Query, Screen, readable, sandboxed
 from modelwright_board.screens import SCREENS
 
 PERIOD_S = 1.0
+M_ARENA_MAX = -8  # option number of mallopt(3), from glibc's malloc.h
 MOST_BODY_BYTES = 1_000_000
 MOST_UPLOAD_BYTES = 20_000_000_000
 _POLICY = (
@@ -481,6 +484,9 @@ def main(runs: str, host: str, port: str, exit_with_parent: str) -> int:
         leave_with_parent()
         if os.getppid() != int(exit_with_parent):  # it has ended before this process could watch it
             return 0
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        # Each of the threads that draw pages would keep a heap of its own: half as much memory again.
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     try:
         # Taken out, for the commands that the board starts have no use for them.
         keys = os.environ.pop(KEYS_VARIABLE, "").split()

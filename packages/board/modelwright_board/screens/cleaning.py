@@ -10,8 +10,7 @@ from typing import Any
 
 import zstandard
 
-from modelwright_board.files import as_number, as_object, open_inside, parse_json
-from modelwright_board.masks import masked
+from modelwright_board.files import as_number, as_object, masked, open_inside, parse_json
 from modelwright_board.project import cleaning_remedies
 from modelwright_board.runs import Run, changed
 from modelwright_board.screen import Board, Query, Screen, last_value

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright_board.files import as_number, as_object, open_inside
-from modelwright_board.masks import masked
+from modelwright_board.files import as_number, as_object, masked, open_inside
 from modelwright_board.runs import Run, shown_path
 from modelwright_board.screen import Board, Query, Screen, last_value
 

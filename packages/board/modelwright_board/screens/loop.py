@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from modelwright_board.files import as_list, as_number, as_object, parse_json, read_text
-from modelwright_board.masks import masked
+from modelwright_board.files import as_list, as_number, as_object, masked, parse_json, read_text
 from modelwright_board.runs import Run
 from modelwright_board.screen import Board, Query, Screen
 from modelwright_board.screens.serve import sampled

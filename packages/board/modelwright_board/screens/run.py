@@ -82,10 +82,8 @@ def changed(board: Board, run: Run) -> list[tuple[str, str, str]]:
     """Returns the settings in which a run differs from its recipe: name, the recipe's value, its value."""
     name = run.origin.removeprefix("recipe ") if run.origin.startswith("recipe ") else "quickstart"
     recipe = flat_settings(recipe_settings(name, board.own))
-    mine = run.settings()
-    return [(key, recipe.get(key, "–"), value) for key, value in mine.items() if recipe and recipe.get(key) != value][
-        :200
-    ]
+    mine = run.settings().items() if recipe else ()
+    return [(key, recipe.get(key, "–"), value) for key, value in mine if recipe.get(key) != value][:200]
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:

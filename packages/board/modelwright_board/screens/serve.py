@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright_board.files import parse_lines, read_tail
+from modelwright_board.files import masked, parse_lines, read_tail
 from modelwright_board.jobs import Job
-from modelwright_board.masks import masked
 from modelwright_board.runs import Run
 from modelwright_board.screen import Board, Query, Screen, last_value
 from modelwright_board.servers import server_jobs, server_url
