@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -218,6 +219,21 @@ def test_vocabulary_of_bytes(files: dict[str, Path], tmp_path: Path) -> None:
             _, at = min(pairs)
             symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
         assert [byte_of[symbol] for symbol in symbols] == tokenizer.encode(word)
+
+
+def test_added_tokens_that_are_not_special_are_text(files: dict[str, Path], tmp_path: Path) -> None:
+    """llama.cpp hides CONTROL tokens, and would drop the marks of thoughts and calls from an answer."""
+    folder = next(iter(files.values())).parent
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    size = Tokenizer.load(folder).vocab_size
+    marks = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for place, text in enumerate(("<think>", "</think>")):
+        definition["added_tokens"].append({"id": size + place, "content": text, **marks})
+    shutil.copytree(folder, tmp_path / "marked")
+    (tmp_path / "marked" / "tokenizer.json").write_text(json.dumps(definition))
+    kinds = read_vocabulary(tmp_path / "marked", size + 2).kinds
+    assert kinds[size:] == [TokenKind.USER_DEFINED] * 2
+    assert TokenKind.CONTROL in kinds[:size]
 
 
 def test_begin_tokens_follow_the_tokenizer(tmp_path: Path) -> None:

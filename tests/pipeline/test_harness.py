@@ -251,3 +251,13 @@ def test_a_message_cannot_speak_control_tokens(folder: Path) -> None:
     ids = lm.tok_encode(lm.apply_chat_template(turns))
     assert ids == [*tokenizer.begin_ids, *tokenizer.chat.encode_prompt(turns)]
     assert ids.count(tokenizer.end_id) == 1
+
+
+def test_a_blank_precedes_a_choice_only_outside_of_a_chat(
+    both: tuple[Any, Any, Engine], request: pytest.FixtureRequest
+) -> None:
+    """The template ends the question; a blank after it would be a token that no training has seen there."""
+    blank = "" if request.node.callspec.params["both"] else " "
+    for results in both[:2]:
+        asked = results["samples"]["choices"][0]["arguments"]
+        assert [one[1] for one in asked] == [f"{blank}{choice}" for choice in CHOICES[0]["choices"]]

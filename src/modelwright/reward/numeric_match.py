@@ -41,6 +41,8 @@ _NUMBER = re.compile(
 _UNIT = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{([^{}]*)\}(?:\s*\^\s*(?:\{\d\}|\d))?")
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _GROUP_SPACE = re.compile(r"(?<=\d)[ ~](?=\d{3}(?!\d))")
+# "1 000 000", and with a no-break or thin space "12 000". One group after a plain space may be two numbers.
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: \d{3}){2,}|(?:[\u00a0\u2009\u202f~]\d{3})+)(?!\d)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def equal(one: Number, other: Number, tolerance: float) -> bool:
 def _plain(text: str) -> str:
     for old, new in (("\u2212", "-"), ("{,}", ","), ("\\!", ""), ("\\$", ""), ("$", ""), ("\\%", "%")):
         text = text.replace(old, new)
-    return text
+    return _GROUPED.sub(lambda group: re.sub(r"\D", "", group[0]), text)
 
 
 def _number(match: re.Match[str]) -> Number | None:
