@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+import torch
 
 from refusals import config_error
 
@@ -26,6 +27,7 @@ from federated_peers import (
 )
 from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.core.records import read_records
+from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright_federated.server import LOG_FILE, STATE
 from modelwright_federated.weights import GlobalWeights
 
@@ -68,6 +70,27 @@ def test_one_local_step_of_all_is_one_central_step(tmp_path: Path) -> None:
     assert np.abs(federated - central).max() < 1e-6
     losses = [one["loss"] for one in read_records(tmp_path / "server" / LOG_FILE)]
     assert losses[0] == pytest.approx(np.log(tiny_run.VOCABULARY), rel=0.1)
+
+
+class NoLabels(OwnRows):
+    """Rows in which nothing is learned, as of a client whose answers were all cut off."""
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        rows = super().batch(index)
+        return replace(rows, labels_BT=torch.full_like(rows.labels_BT, IGNORED))
+
+
+def test_a_client_without_a_label_changes_nothing(tmp_path: Path) -> None:
+    """Its loss is a sum over nothing, divided by nothing. With SecAgg+ it sends no update at all: test_secure.py."""
+    empty = Named("empty", local_training(tmp_path / "empty", NoLabels(0, 3)))
+    others = [Named(name, local_training(tmp_path / name, OwnRows(0, 8))) for name in ("ann", "ben")]
+    config = settings(max_norm_ratio=100.0, num_rounds=1)
+    start = GlobalWeights(tiny_run.tiny_model(), config.lora).read()
+    with_it = server(MemoryGrid(config, [empty, *others]), config, tmp_path / "with", start).run()  # pyright: ignore
+    without = server(MemoryGrid(config, others), config, tmp_path / "without", start).run()  # pyright: ignore
+    assert np.isfinite(with_it).all()
+    assert np.abs(without - start).max() > 1e-3
+    assert with_it == pytest.approx(without, abs=1e-7)
 
 
 def test_adamw_at_clients_takes_steps_of_its_rate(tmp_path: Path) -> None:

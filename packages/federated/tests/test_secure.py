@@ -56,6 +56,16 @@ def test_a_client_that_is_lost_at_any_stage_leaves_the_sum_of_the_others_exact(t
     assert read_records(tmp_path / LOG_FILE)[1]["clients"] == list(second)
 
 
+def test_a_client_without_a_label_is_not_in_the_sum(tmp_path: Path) -> None:
+    """Divided by its number of labels its update is no number, which masks would spread over the whole sum."""
+    config = settings(num_rounds=1, **SECURE)
+    empty = MadeUp("ben", lambda change, _: change * np.float32(np.nan), labels=0.0)
+    grid = MemoryGrid(config, [empty if name == "ben" else MadeUp(name) for name in NAMES])
+    weights = server(grid, config, tmp_path).run()
+    assert weights == pytest.approx(mean_of(["ann", "cem", "dia"], 0), abs=1e-6)
+    assert read_records(tmp_path / LOG_FILE)[0]["clients"] == ["ann", "cem", "dia"]
+
+
 def test_too_few_clients_give_the_round_up(tmp_path: Path) -> None:
     config = settings(**SECURE)
     grid = MemoryGrid(
