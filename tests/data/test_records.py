@@ -75,6 +75,26 @@ def test_bad_preference_pairs(tmp_path: Path, record: dict, reason: str, problem
     assert document.meta["margin"] == 2.0
 
 
+HALF_CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+HALF_TOOL = {"type": "function", "function": {"name": "f", "description": "x\udc00", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(("record", "name"), [
+    ({"question": "Q \ud800", "answer": "A"}, "question"),
+    ({"prompt": "Q", "chosen": "A", "rejected": "B\ud800"}, "rejected"),
+    ({"messages": [USER, {**GOOD, "content": "\ude00 A"}]}, "messages"),
+    ({"messages": [USER, {**GOOD, "tool_calls": [HALF_CALL]}]}, "arguments"),
+    ({"messages": [USER, GOOD], "tools": [HALF_TOOL]}, "tools"),
+])  # fmt: skip
+def test_half_a_surrogate_pair_in_an_example_is_not_replaced(tmp_path: Path, record: dict, name: str) -> None:
+    """The model would learn a question mark that nobody wrote. A field that is not used may have it."""
+    with pytest.raises(DataError, match=rf"r\.jsonl:1: the field {name} has one half of a surrogate pair"):
+        read(tmp_path, record)
+    found, report = read(tmp_path, record, {"question": "Q", "answer": "A", "note": "\ud800"}, on_bad_record="skip")
+    assert report.skipped == {"half a surrogate pair": 1}
+    assert len(found) == 1
+
+
 def test_unpaired_preferences(tmp_path: Path) -> None:
     turns = {"prompt": [USER, GOOD, USER], "completion": [BAD]}
     good, bad = {"prompt": "Q", "completion": "A", "label": True}, {**turns, "label": False}

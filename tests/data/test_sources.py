@@ -169,7 +169,11 @@ def test_a_kept_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
 
 def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text('{"text": "broken \\ud83d here"}\n{"text": "whole \\ud83d\\ude00"}')
-    assert texts(tmp_path / "s.jsonl") == ["broken ? here", "whole 😀"]
+    documents, report = read(tmp_path / "s.jsonl")
+    assert sorted(document.text for document in documents) == ["broken ? here", "whole 😀"]
+    (line,) = (line for line in report.summary() if line.startswith("changed: "))
+    assert "1 half a surrogate pair became a question mark" in line
+    assert "s.jsonl:1" in line
 
 
 def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:

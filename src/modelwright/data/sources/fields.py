@@ -5,6 +5,7 @@ field that no reader knows is found without a list that someone has to keep: wha
 file, and a field that would change what is learned is refused, unless `data.ignore` names it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,6 +126,21 @@ class Fields(Mapping[str, Any]):
             for name, value in [*entries, *part._rest.items()]:
                 if not _is_empty(value):
                     yield part._prefix + name, value
+
+    def half_pair(self, reading: Mapping[str, Any]) -> str:
+        """Names the used field that has one half of a surrogate pair alone, which UTF-8 cannot hold; "" without one.
+        JSON can write it, for example after an emoji was cut in two. reading: all that was read from the record.
+        """
+        # The arguments of a call may be JSON in a text, whose escapes only the reading has resolved.
+        for name, value in [*self.present(), ("arguments", reading)]:
+            try:
+                _ = (name in self.used or value is reading) and json.dumps(
+                    value, ensure_ascii=False, default=str
+                ).encode()
+            except UnicodeEncodeError as error:
+                half = ascii(error.object[error.start])
+                return f"the field {printable(name)} has one half of a surrogate pair without the other, {half}"
+        return ""
 
     def __hash__(self) -> int:
         return id(self)

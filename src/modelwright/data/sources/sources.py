@@ -246,6 +246,9 @@ class SourceConfig:
             raise ConfigError(f"max_record_bytes: {self.max_record_bytes} is not positive")
 
 
+HALF_PAIR_REMEDY = "write the whole character, or remove it"
+
+
 @dataclass(kw_only=True)
 class SourceReport:
     """Counts of a read. `documents` and `bytes` (UTF-8) by kind; `skipped` records, and files and directories that were
@@ -257,6 +260,8 @@ class SourceReport:
     bytes: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     passed_over: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    """Documents whose text is not that of the file, by what was done to it."""
     record_types: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     field_use: dict[str, FieldUse] = field(default_factory=dict)
@@ -295,6 +300,10 @@ class SourceReport:
         if self.on_skip is not None:
             self.on_skip(reason, where, problem or reason)
 
+    def change(self, what: str, where: str) -> None:
+        """Counts a document whose text was changed in reading."""
+        self._count(self.changed, what, where)
+
     def pass_over(self, reason: str, name: str) -> None:
         """Counts a file or directory that is not read."""
         self._count(self.passed_over, reason, name)
@@ -304,6 +313,8 @@ class SourceReport:
         lines = [line] if (line := self.all_fields.line()) else []
         if self.passed_over:
             lines.append(f"not read: {self._reasons(self.passed_over)}")
+        if self.changed:
+            lines.append(f"changed: {self._reasons(self.changed)}")
         if self.skipped:
             num_records = sum(self.skipped.values())
             what = f"{num_records:,} records could not be read and were left out"
@@ -566,6 +577,9 @@ def _document(
         return None
     if is_document(record):
         fields.take_all()
+        if record["kind"] == "qa" and (problem := fields.half_pair(record["meta"])):
+            complain("half a surrogate pair", where, problem, HALF_PAIR_REMEDY)
+            return None
         document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
         document = document.map_text(encodable)
         return document if document.split != "open" else Unsplit(document)
@@ -597,6 +611,10 @@ def _document(
             complain(reason, where, str(error), f"accepted are {FORMS}")
             return None
         text, meta = conversation_meta(reading.turns)
+        # A document is mended, but what an example says is learned as it is or not at all.
+        if problem := fields.half_pair(meta | reading.meta):
+            complain("half a surrogate pair", where, problem, HALF_PAIR_REMEDY)
+            return None
         report.record_types[name] = report.record_types.get(name, 0) + 1
         return _finished(where, text, "qa", meta | reading.meta, fields, source, config)
     if config.text_field not in record:
@@ -618,6 +636,8 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
+    if encodable(text) != text:
+        report.change("half a surrogate pair became a question mark", where)
     return _finished(where, text, kind, {}, fields, source, config)
 
 
