@@ -111,7 +111,7 @@ def test_prompts_alone_are_for_rewards(tmp_path: Path, prompt: object) -> None:
 
 
 @pytest.mark.parametrize(("record", "problem"), [
-    ({"prompt": [USER, GOOD]}, "no prompt to answer"),
+    ({"prompt": [USER, GOOD]}, "nothing is left to answer"),
     ({"prompt": "Q", "chosen": "A"}, "rejected"),
     ({"prompt": "Q", "completion": None}, "completion"),
     ({"question": "Q", "answer": "A", "text": "A passage."}, "--data.fields '{context: text}'"),
@@ -268,7 +268,7 @@ def test_a_number_beyond_floating_point_is_learned_as_it_is_spelled(tmp_path: Pa
     path.write_text('{"question": "Q", "answer": 1e999}')
     assert read(path)[0][0].messages[-1]["content"] == "1e999"
     path.write_text('{"question": "Q", "answer": -Infinity}')
-    with pytest.raises(DataError, match=r"'answer' holds -inf, which is no number"):
+    with pytest.raises(DataError, match=r"'answer' holds -inf, which is not a number"):
         read(path)
 
 

@@ -1,1 +1,1 @@
-"""What agents need beside the chat API: /v1/responses, tools of MCP servers, and conversations with calls."""
+"""Parts for agents in addition to the chat API: /v1/responses, tools of MCP servers, and conversations with calls."""

@@ -159,7 +159,7 @@ class FunctionChoice(Strict):
 
 
 class TextFormat(JsonSchemaFormat):
-    """The form of the answer; the fields of a schema stand beside its type."""
+    """The form of the answer; the fields of a schema are next to its type."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] = "answer"
     type: Literal["text", "json_object", "json_schema"]

@@ -38,7 +38,7 @@ class RunFolder:
         """Returns a run. Raises `ValueError` that names the known ones."""
         known = self.runs()
         if name not in known:
-            raise ValueError(f"there is no run {name!r}; there are {', '.join(known) or 'none'}")
+            raise ValueError(f"run {name!r} does not exist; known runs: {', '.join(known) or 'none'}")
         return known[name]
 
     def stages(self, run: RunDir) -> list[str]:
@@ -50,7 +50,9 @@ class RunFolder:
         """Returns the folder of a stage. Raises `ValueError`."""
         known = self.stages(self.run(run))
         if stage not in known:
-            raise ValueError(f"the run {run!r} has no stage {stage!r}; it has {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"stage {stage!r} of run {run!r} does not exist; known stages: {', '.join(known) or 'none'}"
+            )
         return self.run(run).stage(stage).path
 
     def list_runs(self) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ class RunFolder:
         points = self._points(read_records(self.stage(run, stage) / "metrics.jsonl"), metric)
         if not points:
             known = ", ".join(self.list_metrics(run, stage)) or "none"
-            raise ValueError(f"the stage {stage!r} has no metric {metric!r}; it has {known}")
+            raise ValueError(f"metric {metric!r} of stage {stage!r} does not exist; known metrics: {known}")
         if len(points) <= MAX_POINTS:
             return points
         return [points[round(place * (len(points) - 1) / (MAX_POINTS - 1))] for place in range(MAX_POINTS)]
@@ -113,7 +115,7 @@ class RunFolder:
         try:
             return dict(read_manifest(self.stage(run, stage) / "artifact").facts)
         except ArtifactError as error:
-            raise ValueError(f"the stage {stage!r} has no figures: {error}") from None
+            raise ValueError(f"stage {stage!r} has not written figures: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -121,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def shortened(text: str) -> str:
-    """Returns a text without what is beyond the limit."""
+    """Cuts a text at the limit and says how long it was."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}\n[cut: {len(text):,} characters]"
 
 

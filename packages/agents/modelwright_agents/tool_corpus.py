@@ -1,6 +1,6 @@
 """Generated conversations with calls of functions: conversion of units, arithmetic of dates, and look-up in a table.
 
-A request is what a user says with the one call that answers it, so that a benchmark can judge a model's calls.
+A request is a question with the one call that answers it, so that a benchmark can judge a model's calls.
 """
 
 import itertools
@@ -52,7 +52,7 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """What a user says, and the call that answers it: the name of a function and its arguments."""
+    """A user's question, and the call that answers it: the name of a function and its arguments."""
 
     question: str
     name: str
@@ -69,7 +69,7 @@ def call_function(name: str, arguments: Mapping[str, Any]) -> str:
         return str(date.fromisoformat(arguments["date"]) + timedelta(days=arguments["days"]))
     if name == "look_up" and arguments["town"] in TOWNS and arguments["column"] in COLUMNS:
         return str(derive_seed(0, "tools", arguments["town"], arguments["column"]) % 9000 + 100)
-    raise ValueError(f"there is no {name} of {dict(arguments)}")
+    raise ValueError(f"{name} cannot be called with {dict(arguments)}")
 
 
 def draw_request(dice: random.Random, split: Split) -> ToolRequest:

@@ -75,7 +75,7 @@ def read_servers(path: str) -> dict[str, ToolServer]:
 
 @dataclass
 class ToolServers:
-    """The sessions with all servers. A server that fails is named in the log and on the page; the others go on."""
+    """The sessions with all servers. A server that fails is named in the log and on the page; the others still work."""
 
     servers: dict[str, ToolServer]
     tools: dict[str, Any] = field(default_factory=dict)

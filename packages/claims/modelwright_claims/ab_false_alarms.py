@@ -200,7 +200,7 @@ SIGNS: Mapping[str, Sign] = {
     REPEATED + ERRORS: Sign(lambda state: _num_units(state, "seen", "failed"), _errors_by_fixed_number),
     REPEATED + SCORES: Sign(_num_scores, _scores_by_fixed_number),
 }
-"""What may fire at a look, by the name of its samples."""
+"""The checks that may fire at a look, by the name of their samples."""
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

@@ -22,7 +22,7 @@ from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
 
 METHODS = ("random_swap", "random_deletion", "sentence_shuffle")
-"""Those of EDA that need no dictionary, and the order of sentences."""
+"""The methods of EDA that need no dictionary, and shuffling sentences."""
 ADAPTIVE, NONE, WEAK, STRONG = ARMS = ("follows the loss", "none", "constant 0.3", "constant 0.45")
 
 

@@ -45,7 +45,8 @@ from modelwright_claims.workbench import Size
 
 CHANGING = {"decide_every_steps": 50, "measure_steps": 4}
 LARGE_CHANGING = {"decide_every_steps": 20, "measure_steps": 2}
-"""On the large model: more decisions a step than anybody would ask for, so that a short run holds some."""
+"""Settings for the large model: it decides more often than a user would ask for, so that a short run has some
+decisions."""
 IN_BF16 = {"policy": "bf16_mixed", "output_dtype": "bf16", "overrides": {"embedding": "bf16"}}
 """Widest formats of the controllers' parts, and the format of the residual stream and of what products give."""
 IN_INT8 = {**IN_BF16, "overrides": {"embedding": "bf16", "attention": "int8", "ffn": "int8"}}
@@ -62,7 +63,7 @@ ARMS: dict[str, dict[str, Any]] = {
 ADAPTIVE = ("rules", "bandit")
 SPEED, MEMORY, GAP = 3.0, 40.0, 0.5
 SOON_CHANGING = {"decide_every_steps": 2, "measure_steps": 1}
-"""Where memory is compared: it does not depend on how often formats change."""
+"""Settings for the comparison of memory, which does not depend on how often formats change."""
 MEMORY_ROWS = 16
 """Rows of a batch where memory is compared."""
 

@@ -37,7 +37,7 @@ class Augmentation:
 
     methods: tuple[str, ...]
     probability: float = 0.3
-    """That a document is changed while the loss is between the thresholds; 0 changes none."""
+    """Probability of changing a document while the loss is between the thresholds; 0 changes none."""
     high_loss: float = 0.8
     low_loss: float = 0.3
     is_relative: bool = False
@@ -79,7 +79,7 @@ def augmented_batches(
 
 
 PROSE, CODE, SHUFFLED, RANDOM = range(4)
-"""What a place of the stream holds."""
+"""Kinds of text at a position of the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Stream:
     sources: Mapping[TextKind, PackedLoader]
     batch_rows: int
     kinds: np.ndarray
-    """For each place of the stream."""
+    """The kind of text at each position of the stream."""
     seed: int
     vocab_size: int
 

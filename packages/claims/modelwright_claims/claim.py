@@ -47,7 +47,7 @@ class Figure:
     spread: float = 0.0
     """Standard deviation over the repeats; 0 where there is one."""
     lower: float | None = None
-    """One-sided 95% lower confidence bound of the mean; None where there is none."""
+    """One-sided 95% lower confidence bound of the mean, or None if it is unknown."""
     upper: float | None = None
     exact: bool | None = None
     """True for a deterministic count, which needs no bounds."""
@@ -60,7 +60,7 @@ class Measurement:
     samples: Samples = field(default_factory=dict)
     """The raw values, by name; repeats of compared arms are in the same order."""
     conditions: Conditions = field(default_factory=dict)
-    """What a person needs to repeat the measurement, and what the rule needs beside the samples."""
+    """Everything needed to repeat the measurement, and figures that the rule needs in addition to the samples."""
 
 
 def untestable(reason: str) -> Measurement:
@@ -74,7 +74,7 @@ class Verdict:
 
     kind: Kind
     reason: str
-    """By how much the target was met or missed, or why it was not judged, in a few sentences."""
+    """The distance to the target, or the cause that it was not judged, in a few sentences."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     @property
@@ -95,14 +95,14 @@ class Claim:
     compared: str
     """The two sides of our comparison."""
     target: str
-    """What counts as met, fixed before measuring."""
+    """The condition for "met", fixed before measuring."""
     headline: Sequence[str] = ()
     """The figures that answer it, which the overview shows; without one, the first three."""
     quick_decides: bool = False
-    """Whether a quick measurement gives a verdict, because its size does not bear on what is claimed."""
+    """True if a quick measurement gives a verdict, because its size does not affect the claim."""
     measure: Callable[[Setting], Measurement]
     judge: Callable[[Samples, Conditions], Verdict]
-    """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""
+    """A pure function of a record. It raises `judging.Lacks` if the record lacks data that the rule needs."""
 
 
 def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool = False, **texts: str) -> Claim:

@@ -54,7 +54,7 @@ _MOST_REFUSED = 4
 _MISTAKES = (("utf-8", "sloppy-windows-1252"), ("utf-8", "latin-1"), ("utf-8", "sloppy-windows-1251"),
              ("cp1251", "latin-1"), ("koi8-r", "sloppy-windows-1251"), ("gb18030", "latin-1"), ("utf-8", "gb18030"),
              ("cp932", "latin-1"), ("cp1253", "latin-1"), ("cp1256", "latin-1"))  # fmt: skip
-"""What a text was meant as, and what it was read as."""
+"""Pairs of the intended meaning of a text and the meaning that was read."""
 _TYPOGRAPHIC = str.maketrans({"'": "’", '"': "”", "-": "–"})
 
 

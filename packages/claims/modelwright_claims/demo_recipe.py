@@ -46,18 +46,17 @@ STAGE = "pretrain"
 STAGES = ["clean", "tokenize", "pack", STAGE, "evaluate"]
 KINDS = ("prose", "code")
 LEAST_BITS, LEAST_NATS = 0.12, 1.0
-"""By which the recipe is to be below the one before it (bits per byte) and below nanoGPT (nats per token)."""
+"""Required distance of the recipe from the one before it (bits per byte) and from nanoGPT (nats per token)."""
 MOST_BITS: Mapping[str, float] = {"prose": 1.58, "code": 1.56}
-"""With BF16 instructions, in the time of the demo."""
+"""Limits for processors with BF16 instructions, in the time of the demo."""
 TODAY, BEFORE, EQUAL, NANO = "quickstart", "before", "quickstart, tokens of before", "nanoGPT"
 WHOLE = "quickstart, time of the demo"
 OWN_PARAMETERS = "parameters of the recipe"
 NUM_WHOLE = 2
 """Runs in the time of the demo: the fewest that give a bound."""
 SECONDS, DEMO_SECONDS = 120.0, 380.0
-"""Of a training that is compared, which has to be made a dozen times, and the least that the demo has left to
-pretraining on two cores with BF16 instructions (491 s on another machine).
-"""
+"""Seconds of each compared training, of which there are a dozen, and the shortest pretraining of the demo on two cores
+with BF16 instructions (491 s on another machine)."""
 NANO_RATES = (1e-3, 2e-3, 4e-3)
 TUNING_SEED = 100
 NUM_ROWS_NANO = 4
@@ -72,7 +71,7 @@ RECIPE_BEFORE: Mapping[str, Any] = {
         "schedule": {"kind": "warmup_cosine", "final_lr_fraction": 0.05},
     },
 }
-"""What the quickstart was before its budget was time, as far as it trains."""
+"""The training settings of the quickstart before its budget was a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

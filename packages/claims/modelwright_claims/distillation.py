@@ -60,12 +60,12 @@ TEACHER, METHOD, LOGITS, PRUNED, SCRATCH = (
 )
 RIVALS = (LOGITS, PRUNED, SCRATCH)
 IN_TIME, NEW_TEXT = ", as much time", ", new text"
-"""The same arm with as many steps as take the method's time, and on text of which nothing is read twice."""
+"""The same arm with as many steps as fit into the method's time, and on text that is read only once."""
 TEACHER_SIZE = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=8, num_steps=730)
 NEW_TEXT_STEPS = 2500
 """Steps that the teacher trains on new text."""
 SMALL_TEXT, LONGEST = 150_000, 1500
-"""How many tokens the small text has, and at most how many each of its documents."""
+"""Number of tokens of the small text, and the maximum of each of its documents."""
 STUDENT_SHAPE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 88}
 """A quarter of the teacher's parameters: half of the layers and heads, 88 of 320 feed-forward channels."""
 NUM_STEPS = 730
@@ -78,7 +78,7 @@ TUNING_BATCHES = 4
 """Held-out batches that a loss for tuning is taken of; scores are taken of all."""
 NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 40, 3, 900
 NUM_PARTS = 4
-"""Parts of a run whose steps are timed by themselves; the phases begin and end between them."""
+"""Parts of a run whose steps are timed separately; the phases begin and end between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,10 @@ class StudentRun(Run):
     """A run of a student; `start_from` is the teacher."""
 
     init: Literal["prune", "scratch"] = "prune"
-    """As in the product's stage `student`."""
+    """Initialization of the student, as in the product's stage `student`."""
     learns: Literal["teacher", "labels"] = "teacher"
     distill: dict[str, Any] = field(default_factory=dict)
-    """Changes to the product's stage `distill`, for what is learned of the teacher."""
+    """Changes to the product's stage `distill` that choose the learned signal of the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Comparison:
     step_s: Mapping[str, Sequence[float]]
     guess: float
     num_parameters: tuple[int, int]
-    """Of the teacher and of a student."""
+    """Parameters of the teacher and of a student."""
 
 
 @dataclass

@@ -65,11 +65,12 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
         "settings": {"precision": {"adaptive": {"kind": "rules", "decide_every_steps": 50, "measure_steps": 4}}}
     },
 }
-"""What each changes in a run. Adaptive precision begins with the formats of the arm that it is added to."""
+"""The changes of each ingredient to a run. Adaptive precision begins with the formats of the arm to which it is added.
+"""
 STACKS = {"one host": (BASE, "packing", BF16, "Muon"), "two hosts": (BASE, "packing", BF16, "Muon", "INT8 local steps")}
-"""What the whole stack adds to the plain loop, one after the other. The other ingredients need our own loop."""
+"""The ingredients that the whole stack adds to the plain loop, in order. The others need our own loop."""
 ON_TOP = {"one host": ("sparse rows", "adaptive precision"), "two hosts": ()}
-"""What is tried on top of the whole stack."""
+"""Ingredients that are tried in addition to the whole stack."""
 
 
 Arms = dict[str, Run]

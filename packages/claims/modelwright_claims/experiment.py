@@ -87,7 +87,7 @@ def setup_digest(modules: Sequence[ModuleType]) -> str:
 MAX_EXTENSIONS = 8
 """Values that a grid may be extended by until its best one lies inside."""
 RUN_SOURCES = (training_run, workbench, batches, plain_training)
-"""Modules of this package that decide what a run does."""
+"""Modules of this package that determine the steps of a run."""
 
 Execute = Callable[..., Outcome]
 Variant = TypeVar("Variant", bound=str)
@@ -98,14 +98,14 @@ class Tuning:
     """A search for the best value of one setting, for each variant separately."""
 
     values: Sequence[float]
-    """Two or more in a geometric order. A grid whose best value is the first or the last is extended by its own ratio;
-    a single value is taken as it is."""
+    """At least two values in a geometric order, or one fixed value. If the best value is the first or the last, the
+    grid is extended by its own ratio."""
     seeds: Sequence[int]
     """A value is judged by its mean criterion over these seeds. None of them is reported."""
     setting: str = "learning_rate"
     """The learning rate, or the path of a setting in the `TrainConfig`."""
     criterion: Callable[[Outcome], float] = lambda outcome: outcome.final_loss
-    """What is to be low."""
+    """The figure to minimize."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Experiment:
     seeds: Sequence[int]
     tuning: Tuning | None = None
     timed: bool = False
-    """Whether times are compared: all variants of a seed are then run one after the other, so that whatever else the
-    machine does affects all of them."""
+    """True if times are compared. All variants of a seed then run one after another, so that other work on the machine
+    affects all of them."""
     at_once: int = 1
     """Runs made at the same time, in processes of their own. Those whose times are compared are made alone."""
 
@@ -132,7 +132,7 @@ class Samples:
     """The outcomes of an experiment, by variant."""
 
     runs: Mapping[str, Sequence[Outcome]]
-    """One outcome for each seed."""
+    """Outcomes, one for each seed."""
     tuning: Mapping[str, Mapping[float, float]]
     """Mean validation loss by value, in ascending order; empty without tuning."""
     tuned: Mapping[str, Run]

@@ -38,7 +38,7 @@ WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small bat
 
 
 QUANTITIES = (("steps", ""), ("tokens", ""), ("time", "s"))
-"""What is counted until the loss is reached, with its unit."""
+"""Quantities that are counted until the loss is reached, with their units."""
 TARGET = "the fixed loss"
 
 

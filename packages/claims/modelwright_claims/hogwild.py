@@ -19,9 +19,9 @@ from modelwright_claims.training_run import Outcome, Processes, Run
 
 PUBLISHED_WORKERS, PUBLISHED_SPEED = 8, 6.8
 EFFICIENCY = PUBLISHED_SPEED / PUBLISHED_WORKERS
-"""Scaling efficiency of the published speed-up: what a worker adds, in units of one process alone."""
+"""Scaling efficiency of the published speed-up: the gain of a worker, in units of one process alone."""
 MARGIN = 0.02
-"""Nats that count as no loss: what a change of seed moves the held-out loss by at least."""
+"""Nats that count as no loss: the least by which a change of seed moves the held-out loss."""
 CORES_PER_WORKER = 2
 RATES = (5e-4, 1e-3, 2e-3)
 STRENGTHS = (1.0, 10.0, 100.0)
@@ -31,7 +31,7 @@ NUM_UNTIMED_STEPS = 10
 METHODS = ("hogwild", "synchronous", "compensated")
 ALONE, IN_TIME = "one process", "synchronous, time of hogwild"
 SINGLE, SYNCHRONOUS_IN_TIME = "alone", "synchronous in time"
-"""The same arms in the names of samples."""
+"""The same arms, as the names of samples spell them."""
 
 
 WHATS = ("heldout_loss", "tokens_per_s", "staleness")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 Ids = list[list[int]]
 MOST_STREAMS, MOST_TOKENS = 32, 320
-"""That a request has, and tokens of one stream."""
+"""Maximum number of streams of a request, and of tokens of a stream."""
 BATCH_TOKENS = 512
 """Prompt tokens of a step, as our engine has by default."""
 

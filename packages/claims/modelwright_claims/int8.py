@@ -102,7 +102,7 @@ def _rounded(model: Decoder, grid: WeightGrid, codes: Mapping[str, Codes] | None
 
 
 PEERS_PYTHON = "MODELWRIGHT_PEERS_PYTHON"
-"""Environment variable: an interpreter with the engines that are not installed beside this one."""
+"""Environment variable with an interpreter for the engines that this environment does not have."""
 WORKER = Path(__file__).with_name("inference_worker.py")
 FOUR_BIT_FOLDERS: dict[str, ActivationGrid] = {"int4": "none", "int4-codes": "token"}
 PROMPT_LEN = 32

@@ -27,7 +27,7 @@ LITDATA, STREAMING = PEERS = "litData", "mosaicml-streaming"
 PACKAGES = {LITDATA: "litdata", STREAMING: "mosaicml-streaming"}
 MATRIX_DIM = 256
 TIMING_S = 1.0
-"""How long products are timed."""
+"""Seconds for timing matrix products."""
 
 
 @dataclass(frozen=True, kw_only=True)

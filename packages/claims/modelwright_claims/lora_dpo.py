@@ -41,10 +41,12 @@ RANK = 16
 ARMS: Mapping[str, Mapping[str, Any]] = {FULL: {}, LORA: {"lora": {"r": RANK, "lora_alpha": 2.0 * RANK}}}
 """Settings of the stage `dpo`."""
 RATES: Mapping[str, Sequence[float]] = {FULL: (3e-5, 1e-4, 3e-4), LORA: (3e-4, 1e-3, 3e-3)}
-"""Adapters want about ten times the rate (docs/guides/fine-tune.md); a grid goes on until its best rate lies inside."""
+"""Adapters want about ten times the rate (docs/guides/fine-tune.md); a grid is extended until its best rate is inside.
+"""
 TUNING_SEED, SEEDS = 30, (31, 32, 33, 34, 35)
 NUM_STEPS = 16
-"""One pass over the pairs: after several both arms order nearly all of them, and differ in nothing."""
+"""Steps of one pass over the pairs: after several passes both arms rank nearly all pairs correctly and no longer
+differ."""
 MOST_LOST, CHANCE = 2.0, 50.0
 """Points of accuracy, about six of the held-out pairs; percent."""
 NUM_REPEATS, NUM_TIMED_STEPS, NUM_UNTIMED_STEPS = 5, 8, 2

@@ -38,7 +38,7 @@ from modelwright_claims.launch import run_ranks
 
 NUM_STEPS = 3
 CONDITION = "resident above the start, without gaps of the heap"
-"""What the bytes are on a CPU, for a result's conditions."""
+"""Name of the condition that says how bytes are counted on a CPU."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ONE_COPY = ParallelConfig()
 

@@ -41,7 +41,7 @@ from typing import Any
 
 PREFIX = "mwnet"
 QUEUE_MS = 50
-"""Longest wait in a shaped link's queue before packets are dropped; what a small switch holds."""
+"""Longest wait in the queue of a shaped link before packets are dropped, as in a small switch."""
 
 # Own host name for each host, so that whatever asks for it (torchrun does) finds an address in the network.
 ENTER = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'

@@ -53,7 +53,7 @@ class LoadResult:
     """The outcome of a load. Times are in seconds; lists are in the order of the requests answered with 200."""
 
     arrivals: Sequence[float] = ()
-    """When they were to be sent."""
+    """Scheduled times of the requests."""
     latencies: Sequence[float] = ()
     misses: Sequence[float] = ()
     """Arrivals of those that missed the bound."""

@@ -22,7 +22,7 @@ BASE32 = string.ascii_uppercase + "234567"
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "pt_BR", "zh_CN", "ja_JP")
 
 Value = tuple[str, bool]
-"""A value, and whether nothing but a word near it tells what it is: nine digits may be anything."""
+"""A value, and whether only a nearby word identifies it: nine digits may be anything."""
 
 
 def pick(rng: random.Random, alphabet: str, count: int) -> str:

@@ -194,7 +194,7 @@ TARGET_SHARE = 0.78
 MAX_GAP = 0.10
 """Largest difference to the bound that communication and the machine may cost."""
 SUFFIXES = {"measured": "", "allowed": ": allowed", "equal": ": equal stages", "step_s": ": step, s"}
-"""What the names of samples end in."""
+"""Suffixes of the names of samples."""
 
 
 def probe_size(setting: Setting) -> ProbeSize:

@@ -39,7 +39,7 @@ from modelwright_claims.statistics import differences
 
 SEEDS = (11, 12, 13, 14, 15)
 NUM_UPDATES = 64
-"""Where a run of the recipe with seed 1, which is not among these, had its highest true reward:
+"""The update with the highest true reward in a run of the recipe with seed 1, which is not one of these seeds:
 docs/log/models-and-alignment.md."""
 NUM_ANSWERS = 8
 BEST_OF = (4, 8)

@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
 EIGHT_BITS = tuple(name for name in ARMS if name.startswith(("fp8", "int8")))
 SPEED, MEMORY, PUBLISHED_GAP = 2.3, 40.0, 0.3
 LEARNING_RATE = 2e-3
-"""At twice of it, runs that differ by any rounding part so far that a percent cannot be told from chance."""
+"""At twice this rate, runs that differ by any rounding diverge so far that a percent cannot be told from chance."""
 GAP, GAP_EIGHT = 1.0, 2.0
 """Percent of the loss that a policy may cost, and an eight-bit one."""
 FORMATS: tuple[Format, ...] = ("fp32", "bf16", "fp16", "fp8", "int8")

@@ -37,7 +37,7 @@ from modelwright_claims.experiment import open_cache
 AT_ONCE = 2
 HeldOut = Literal["test", "validation"]
 SHARES: Mapping[HeldOut, tuple[float, float]] = {"test": (0.0, 0.2), "validation": (0.2, 0.35)}
-"""Which part is held out, by a hash: what the recipes hold out is too little to tell two models apart."""
+"""The held-out part, chosen by a hash: the part that the recipes hold out is too small to tell two models apart."""
 SPLITS = "20% held out for what is reported, 15% for tuning, by a hash"
 QUICK_SHAPE: Mapping[str, Any] = {
     "num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_dim": 32,

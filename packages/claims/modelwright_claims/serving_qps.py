@@ -42,7 +42,7 @@ OPENVINO, LLAMA_CPP = RIVALS = "OpenVINO GenAI 8 bits", "llama.cpp 8 bits"
 PROMPT_LENS = range(16, 49)
 NUM_PROMPTS = 400
 MOST_SEQS = 32
-"""Answers in one step of an engine, as many as llama.cpp gets slots."""
+"""Answers in one step of an engine, equal to the number of llama.cpp's slots."""
 GGUF = "q8_0.gguf"
 
 
@@ -209,14 +209,14 @@ BOUND_S = 0.150
 SHORT = 8
 OVERLOAD, OVERLOAD_FACTOR, RECOVERY_TARGET_S = 3.0, 2.0, 5.0
 OPEN_S = 0.1
-"""Our server may have as many answers open as it finishes in this time: with many more the last one would miss the
-bound, and in an overload what is accepted is to be quick."""
+"""Our server may have as many open answers as it finishes in this time: with many more the last one would miss the
+bound, and in an overload accepted answers should be quick."""
 RESOLUTION = 1.05
 """A largest rate is one that holds, where `RESOLUTION` times as much does not."""
 RATE, USUAL = "largest rate, ", ", Poisson, 8 tokens"
 OVER_FP32 = "times the rate of our FP32, INT8"
 MOST_TIMES = 6.0
-"""A trial may take so many times as long as planned, to have its least number of requests."""
+"""Maximum length of a trial, as a multiple of its planned length, to reach its minimum number of requests."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class SlowStore:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self._free_at = 0.0
-        """When the wire has sent all that was asked for before, by the clock of the event loop."""
+        """Time of the event loop at which the wire will have sent all earlier answers."""
 
     async def answer(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.latency_s)

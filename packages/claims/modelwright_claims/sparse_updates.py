@@ -61,7 +61,8 @@ class Arm:
 BY_CHANGE = {"signal": "loss_change", "keep_fraction": 1 / 3, "probe_tokens": 8, "max_initial_loss": 1.0}
 WITHIN = {**BY_CHANGE, "signal": "random"}
 FILTERED = Arm(settings={"batch_selection": {**WITHIN, "keep_fraction": 0.5}}, num_batches=2)
-"""Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
+"""Twice as many rows, of which about half pass; all of these are learned: dense batches of the rows within the limit.
+"""
 
 BASELINE_FORMS = {
     "dense, fewer steps": Arm(),

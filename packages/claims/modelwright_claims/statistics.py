@@ -54,7 +54,7 @@ class Estimate:
     """One-sided lower confidence bound of the mean; minus infinity when there are too few repeats for one."""
     upper: float
     exact: bool = False
-    """Whether the figure is a deterministic count, whose bounds are the figure itself."""
+    """True for a deterministic count, whose bounds are the figure itself."""
 
     def figure(self, unit: str) -> Figure:
         """Return the figure with its bounds."""
@@ -84,7 +84,7 @@ def exact(value: float) -> Estimate:
 
 
 Compare = Callable[[Sequence[float], Sequence[float]], Estimate]
-"""How a method and its baseline are compared, from paired repeats."""
+"""The comparison of a method with its baseline, from paired repeats."""
 
 
 def differences(method: Sequence[float], baseline: Sequence[float]) -> Estimate:

@@ -128,7 +128,7 @@ def main() -> None:
 TARGET = 4.0
 METHOD = "placed, chosen, 4 KiB"
 UNINFORMED = ("arrival, flat, 4 KiB", "arrival, doubling, 4 KiB")
-"""What takes no notice of the topology: the backend's own algorithm and recursive doubling, in the order of arrival."""
+"""Algorithms that ignore the topology: that of the backend, and recursive doubling in the order of arrival."""
 SETTINGS: dict[str, Callable[[Effort], dict[str, Any]]] = {
     "racks": lambda effort: measure_racks(effort, delay_ms=0.5),
     "shaped": lambda effort: measure_racks(effort, delay_ms=0.0),

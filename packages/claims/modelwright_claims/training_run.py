@@ -82,12 +82,12 @@ class Run:
     seed: int = 0
     loop: Literal["modelwright", "plain"] = "modelwright"
     mode: Mode = "best_fit"
-    """How documents become training rows; held-out rows are always packed."""
+    """The method that makes training rows of documents; held-out rows are always packed."""
     mixture: Mixture | None = None
-    """What the training text is mixed of; prose with None."""
+    """Sources of the training text with their shares; None for prose alone."""
     wild: Wild | None = None
     augmentation: Augmentation | None = None
-    """How documents change while the model trains on them."""
+    """Changes to documents while the model trains on them."""
     heldout: HeldOut = "test"
     heldout_batches: int = 0
     """Held-out batches of an evaluation; 0 takes all."""
@@ -97,7 +97,7 @@ class Run:
     start_from: "Run | None" = None
     """The run whose last weights this one starts from, on rows in another order."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """Measured seconds of number formats that adaptive precision uses instead of its own measurement."""
+    """Measured seconds of number formats, which adaptive precision uses in place of a measurement."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         return parse(ModelConfig, merge(dump(self.size.model_config(vocab_size)), self.model), constants=True)
@@ -111,9 +111,9 @@ class Outcome:
     """The outcome of one training run, as its first rank saw it."""
 
     heldout_loss: float
-    """At the end, in nats per token; infinite for a run that diverged."""
+    """The final loss, in nats per token; infinite for a run that diverged."""
     seconds: float
-    """From the start of the first step to the end of the last one."""
+    """Seconds from the start of the first step to the end of the last one."""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out loss) of each evaluation."""
     steps: dict[str, list[float]] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class StepLog:
     """Keeps every step's metrics and when it ended."""
 
     counts_interfaces: bool = False
-    """Whether it reads what the host's network interfaces have sent, into `interface_bytes`."""
+    """True to read the bytes that the host's network interfaces have sent, into `interface_bytes`."""
     ended_s: list[float] = field(default_factory=list)
     columns: dict[str, list[float]] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from modelwright.train.precision.policy import PrecisionConfig
 from modelwright_claims.claim import Setting
 
 VOCAB_SIZE = 512
-"""Small: what a short run learns is then more than the frequencies of tokens."""
+"""Small, so that a short run learns more than the frequencies of tokens."""
 Mode = Literal["best_fit", "one_per_row", "length_buckets"]
 HeldOut = Literal["validation", "test"]
 Split = Literal["train", "validation", "test"]

@@ -221,7 +221,7 @@ def show_examples(
             notes if any("cleaning" in one for one in notes) else [*notes, "cleaning changes nothing"],
         )
     if not texts:
-        raise DataError(f"{', '.join(data.sources)}: has no example or text to show")
+        raise DataError(f"{', '.join(data.sources)}: does not contain an example or text to show")
     lines = source_lines({**report.facts(), "summary": report.summary()})
     if num_images:
         lines.append(f"not shown: {num_images:,} images with their texts")

@@ -82,7 +82,7 @@ def _records(given: Any) -> Iterator[Any]:
         yield from cast(Iterable[Any], given)
     else:
         raise DataError(
-            f"sources: {type(given).__name__} is no source; give a path, a list of paths, records, texts or a frame"
+            f"sources: {type(given).__name__} is not a source; give a path, a list of paths, records, texts or a frame"
         )
 
 
@@ -103,4 +103,4 @@ def _plain(value: Any) -> Any:
     for name in ("tolist", "isoformat"):
         if hasattr(value, name):
             return getattr(value, name)()
-    raise TypeError(f"a value of type {type(value).__name__} has no form in JSON")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")

@@ -291,7 +291,7 @@ def as_text(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         text: str = getattr(value, "spelling", str(value))
         if text in ("nan", "inf", "-inf"):
-            raise ValueError(f"the field {name!r} holds {text}, which is no number of JSON")
+            raise ValueError(f"the field {name!r} holds {text}, which is not a number in JSON")
         return text
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"the field {name!r} is empty or not a text")

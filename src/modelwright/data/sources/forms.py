@@ -93,14 +93,14 @@ def _read_question(fields: Fields) -> list[Message]:
         answer = cast(Mapping[str, Any], answer).get("text")
     if isinstance(answer, list):
         if not answer:
-            raise ValueError(f"the field {name!r} has no answer; the question cannot be learned")
+            raise ValueError(f"the field {name!r} is empty, so the question cannot be learned")
         answer = cast(list[Any], answer)[0]
     passage, beside = _optional(fields, *PASSAGES), fields.plain.get("text")
     # Some data sets have there what they made of question and answer (Alpaca); others what the question is about.
     if not passage and isinstance(beside, str) and beside.strip() and question not in beside:
         raise ValueError(
-            "the field 'text' stands beside a question and may be what it is about; pass --data.fields "
-            "'{context: text}' if it is, or --data.ignore text"
+            "the field 'text' next to a question may be the passage that it asks about; pass --data.fields "
+            "'{context: text}' if so, otherwise --data.ignore text"
         )
     return [turn("user", _joined(passage, question)), turn("assistant", as_text(name, answer))]
 
@@ -219,7 +219,7 @@ def read_record(fields: Fields, kind: str = "") -> Reading:
         meta = _paired(fields, turns, kind)
     elif kind == PROMPT_ONLY:
         if turns[-1]["role"] == "assistant":
-            raise ValueError("prompt ends with an answer (a turn of the assistant), so it is no prompt to answer")
+            raise ValueError("prompt ends with an answer (a turn of the assistant), so nothing is left to answer")
         meta = {"messages": turns}
     else:
         check_learned(turns, form.needs[-1])
