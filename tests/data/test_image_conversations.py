@@ -54,6 +54,15 @@ def test_conversations_about_an_image_keep_their_turns(tmp_path: Path) -> None:
         assert Document.from_json(document.to_json()) == document
 
 
+def test_half_a_surrogate_pair_in_a_turn_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(PICTURE)
+    records = [{"file_name": "cat.png", "question": f"What{half}?", "answer": "A cat."} for half in ("\udc00", "")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
+    documents, report = read(tmp_path, on_bad_record="skip")
+    assert [one.text for one in documents] == ["What?\n\nA cat."]
+    assert report.skipped == {"half a surrogate pair": 1}
+
+
 @pytest.mark.parametrize(
     ("turns", "problem"),
     [

@@ -207,12 +207,24 @@ def test_json_of_a_sample_that_is_no_object_is_a_bad_record(content: bytes, tmp_
     assert report.skipped == {"bad image record": 1}
 
 
-def test_names_and_labels_that_utf_8_cannot_hold_are_replaced(tmp_path: Path) -> None:
-    record = json.dumps({"caption": "a", "label": "x\ud800"}).encode()
+def test_names_that_utf_8_cannot_hold_are_replaced(tmp_path: Path) -> None:
+    record = json.dumps({"caption": "a", "label": "x"}).encode()
     path = write_archive(tmp_path / "shard.tar", {"a\udcff.png": FILES[0], "a\udcff.json": record})
     (document,), _ = read(path)
-    assert document.meta["label"] == "x?"
     assert Document.from_plain(json.loads(document.to_json().encode("utf-8"))).id.endswith("a?")
+
+
+@pytest.mark.parametrize("name", ["caption", "label"])
+def test_half_a_surrogate_pair_is_not_replaced_in_what_is_learned(tmp_path: Path, name: str) -> None:
+    """Two classes whose names differ in it would become one."""
+    bad, good = {"caption": "a", "label": "x", name: "x\ud800"}, {"caption": "b\U0001f600", "label": "y"}
+    members = {f"{n}.json": json.dumps(record).encode() for n, record in enumerate((bad, good))}
+    path = write_archive(tmp_path / "shard.tar", {"0.png": FILES[0], "1.png": FILES[1], **members})
+    with pytest.raises(DataError, match=rf"0: the .*{name}.* has one half of a surrogate pair"):
+        read(path)
+    documents, report = read(path, on_bad_record="skip")
+    assert [one.text for one in documents] == ["b\U0001f600"]
+    assert report.skipped == {"half a surrogate pair": 1}
 
 
 def test_a_text_that_names_the_url_of_an_image_stays_a_text(tmp_path: Path) -> None:

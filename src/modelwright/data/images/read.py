@@ -138,7 +138,7 @@ def read_image_record(where: str, record: Fields, file: File, complain: Complain
             return
         text, meta = conversation_meta(turns)
         for document in _document(where, text, data, file.name, complain, label=_label(record)):
-            yield replace(document, meta={**document.meta, **meta}).map_text(encodable)
+            yield replace(document, text=text, meta={**document.meta, **meta})
         return
     caption = next((value for name in CAPTION_FIELDS if (value := record.get(name))), "")
     if isinstance(caption, list):
@@ -248,7 +248,7 @@ def _label(record: Mapping[str, Any]) -> str:
     """Returns the class of an image, a name or a number; "" without one."""
     # True is an int in Python, but it is not a class.
     value = record.get(LABEL_FIELD)
-    return encodable(str(value).strip()) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    return str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
 def encodable(text: str) -> str:
@@ -259,6 +259,11 @@ def encodable(text: str) -> str:
 def _document(
     where: str, caption: str, data: bytes, source: str, complain: Complaint, *, label: str = ""
 ) -> Iterator[Document]:
+    for name, text in (("caption or conversation", caption), (LABEL_FIELD, label)):
+        if encodable(text) != text:
+            problem = f"the {name} has one half of a surrogate pair without the other"
+            complain("half a surrogate pair", where, problem, "write the whole character, or remove it")
+            return
     # The class of an image is its caption if it has no other.
     caption = caption if caption.strip() else label
     if not caption.strip():
@@ -269,7 +274,7 @@ def _document(
     except ImageFault as fault:
         complain(fault.reason, where, str(fault), "replace the image")
         return
-    text = encodable(caption.strip())
+    text = caption.strip()
     meta: dict[str, Any] = {KEY: stored.plain()} | ({LABEL_FIELD: label} if label else {})
     yield Document(id=where, text=text, kind="image", split="open", source=source, meta=meta)
 
