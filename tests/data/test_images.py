@@ -218,8 +218,13 @@ def test_names_that_utf_8_cannot_hold_are_replaced(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_not_replaced_in_what_is_learned(tmp_path: Path, name: str) -> None:
     """Two classes whose names differ in it would become one."""
     bad, good = {"caption": "a", "label": "x", name: "x\ud800"}, {"caption": "b\U0001f600", "label": "y"}
-    members = {f"{n}.json": json.dumps(record).encode() for n, record in enumerate((bad, good))}
-    path = write_archive(tmp_path / "shard.tar", {"0.png": FILES[0], "1.png": FILES[1], **members})
+    members = {
+        "0.png": FILES[0],
+        "0.json": json.dumps(bad).encode(),
+        "1.png": FILES[1],
+        "1.json": json.dumps(good).encode(),
+    }
+    path = write_archive(tmp_path / "shard.tar", members)
     with pytest.raises(DataError, match=rf"0: the .*{name}.* has one half of a surrogate pair"):
         read(path)
     documents, report = read(path, on_bad_record="skip")
