@@ -1,13 +1,27 @@
 """The accountant against a numerical integral and known values, and the warning about noise."""
 
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from scipy.integrate import quad
 from scipy.stats import norm
 
+pytest.importorskip("flwr")
+
+from federated_peers import MemoryGrid, server, settings, trainings
+from modelwright.core.config import parse
+from modelwright.model.decoder import Decoder
+from modelwright.recipes.load import recipe
+from modelwright_federated.config import FederatedConfig
 from modelwright_federated.privacy import epsilon_after, gaussian_delta, noise_multiplier, noise_ratio, noise_warning
+from modelwright_federated.weights import GlobalWeights, attach_federated
+
+PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
 
 
 @pytest.mark.parametrize(("epsilon", "std"), [(0.5, 1.0), (1.0, 2.0), (3.0, 0.5), (0.0, 1.0)])
@@ -54,3 +68,33 @@ def test_noise_that_swamps_the_updates_is_named() -> None:
     assert np.linalg.norm(draw) / 0.5 == pytest.approx(ratio, rel=0.02)
     assert "38 times as long" in noise_warning(ratio, num_weights=40_000, num_clients=8)
     assert noise_warning(noise_ratio(1.5, num_weights=400, num_clients=8), num_weights=400, num_clients=8) == ""
+
+
+@pytest.mark.parametrize(("size", "warns"), [(1_000, False), (100_000, True)])
+def test_the_server_says_how_long_the_noise_is(size: int, warns: bool, tmp_path: Path) -> None:
+    config = settings(num_rounds=1, clients_per_round=4, privacy={"epsilon": 8.0, "clip_norm": 0.5})
+    made = server(MemoryGrid(config, trainings()), config, tmp_path, np.zeros(size, np.float32))
+    made.run()
+    ratio = noise_ratio(config.noise_multiplier, num_weights=size, num_clients=4)
+    assert f"the noise of a round is {ratio:.1f} times as long as the longest update" in made.notes[0]
+    assert [note.startswith("warning: privacy.epsilon: ") for note in made.notes[1:2]] == [warns]
+
+
+def test_the_settings_of_the_page_leave_the_updates_above_the_noise() -> None:
+    """For the quickstart's model, with the figures that the page gives."""
+    section = PAGE.read_text(encoding="utf-8").partition("## Differential privacy")[2]
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block
+    config = parse(FederatedConfig, {**yaml.safe_load(block[1]), "num_rounds": 20})
+    assert config.lora.aggregation == "ffa"
+    base = recipe("quickstart")
+    model = Decoder(replace(base.model, vocab_size=base.tokenizer.vocab_size))
+    num_all = sum(one.numel() for one in model.parameters())
+    attach_federated(model, config.lora, seed=0)
+    num_sent = len(GlobalWeights(model, config.lora).read())
+    with_lora, without = (
+        noise_ratio(config.noise_multiplier, num_weights=number, num_clients=config.clients_per_round)
+        for number in (num_sent, num_all)
+    )
+    assert f"it is {with_lora:.0f} with the settings above and {without:.0f} without" in section.replace("\n", " ")
+    assert noise_warning(with_lora, num_weights=num_sent, num_clients=config.clients_per_round) == ""
