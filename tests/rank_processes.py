@@ -36,6 +36,8 @@ PR_SET_PDEATHSIG = 1
 IMPORTED = (
     "forked_commands",
     "functorch.compile",
+    "matplotlib.backends.backend_svg",  # most commands write a report
+    "matplotlib.figure",
     "modelwright.cli.main",
     "modelwright.data.clean.clean",
     "modelwright.train.build",
