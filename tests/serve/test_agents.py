@@ -142,6 +142,33 @@ def test_forced_calls_in_the_form_of_the_template(tool_server: ServerThread):
         assert set(json.loads(call["function"]["arguments"])) == {"town"}
 
 
+def test_a_thought_ends_at_its_budget(tool_server: ServerThread):
+    """The random model would think to the end of the answer; four tokens of it are kept, and an answer follows."""
+    pytest.importorskip("llguidance")
+    thoughts = {}
+    for budget in (None, 4):
+        choice = ask(tool_server, max_tokens=60, temperature=1, seed=3, thinking_token_budget=budget,
+                     response_format={"type": "json_object"}).json()["choices"][0]  # fmt: skip
+        thoughts[budget] = choice["message"]["reasoning_content"] or ""
+        written = choice["message"]["content"]
+    tokenizer = tool_server.service.model.tokenizer
+    longest = max(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size))
+    assert 0 < len(thoughts[4]) <= 4 * longest < len(thoughts[None])
+    assert written.lstrip().startswith("{")
+
+
+def test_a_strict_tool_gets_what_its_schema_allows(tool_server: ServerThread):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"town": {"enum": ["Bar", "Kotor"]}}, "required": ["town"],
+              "additionalProperties": False}  # fmt: skip
+    strict = {"type": "function", "function": {"name": "get_tide", "parameters": schema, "strict": True}}
+    for seed in range(3):
+        reply = ask(tool_server, tools=[strict], tool_choice="required", parallel_tool_calls=False, max_tokens=100,
+                    temperature=1, seed=seed, thinking_token_budget=4)  # fmt: skip
+        (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["town"] in ("Bar", "Kotor")
+
+
 def test_streams_reassemble_wherever_their_bytes_are_cut(tool_server: ServerThread):
     pytest.importorskip("llguidance")
     reply = ask(tool_server, tools=[TOOL], tool_choice="required", max_tokens=60, temperature=1, seed=3, stream=True,

@@ -268,7 +268,10 @@ def test_calls_need_consent_and_the_conversation_survives_a_reload(
         assert page.locator(".turn").all_text_contents() == before
         assert page.title() == "Modelwright chat"
         thumb = page.get_by_label("Good answer").last
-        thumb.click()
+        with page.expect_response("**/v1/feedback") as sent:
+            thumb.click()
+        assert (sent.value.status, sent.value.json()["status"]) == (200, "recorded")
+        assert sent.value.request.post_data_json["score"] == 1
         sync_api.expect(thumb).to_have_attribute("aria-pressed", "true")
         page.click("#new")
         page.reload()

@@ -196,6 +196,9 @@ def test_tokens_and_back(server: ServerThread):
     assert "".join(tokens["token_strs"][1:]) == "the quick"
     bare = post(server, "/tokenize", {"prompt": "the quick", "add_special_tokens": False})
     assert bare["tokens"] == tokens["tokens"][1:]
+    for flags, number in (({}, len(tokens["tokens"])), ({"add_special_tokens": False}, len(bare["tokens"]))):
+        answer = post(server, "/v1/completions", {"model": "tiny", "prompt": "the quick", "max_tokens": 1, **flags})
+        assert answer["usage"]["prompt_tokens"] == number
     chat = post(server, "/tokenize", {"messages": QUESTION})
     assert chat["tokens"] == server.service.model.tokenizer.encode_chat(QUESTION)
     assert post(server, "/detokenize", {"tokens": bare["tokens"]}) == {"prompt": "the quick"}

@@ -1,4 +1,8 @@
-"""A program with tools for the Model Context Protocol, some of them hostile, that tests run."""
+"""A program with tools for the Model Context Protocol, some of them hostile, that tests run. It talks over its standard
+input, or over HTTP on the port that is its argument.
+"""
+
+import sys
 
 from mcp.server.fastmcp import FastMCP
 
@@ -24,4 +28,6 @@ def sink() -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    if len(sys.argv) > 1:
+        server.settings.port = int(sys.argv[1])
+    server.run("streamable-http" if len(sys.argv) > 1 else "stdio")

@@ -98,9 +98,10 @@ class ToolServers:
 
     async def _hold(self, name: str, server: ToolServer, ready: asyncio.Event) -> None:
         """Holds a session from start to end; the library wants both in one task."""
+        import httpx
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
-        from mcp.client.streamable_http import streamablehttp_client
+        from mcp.client.streamable_http import streamable_http_client
 
         try:
             async with AsyncExitStack() as stack:
@@ -111,7 +112,11 @@ class ToolServers:
                         )
                         ends = await stack.enter_async_context(stdio_client(words))
                     else:
-                        opened = streamablehttp_client(server.url or "", headers=server.headers)
+                        # A tool may take minutes; a redirect may add a slash to the address.
+                        limits = httpx.Timeout(START_TIMEOUT_S, read=300.0)
+                        web = httpx.AsyncClient(headers=server.headers, timeout=limits, follow_redirects=True)
+                        await stack.enter_async_context(web)
+                        opened = streamable_http_client(server.url or "", http_client=web)
                         ends = await stack.enter_async_context(opened)
                     session = await stack.enter_async_context(ClientSession(ends[0], ends[1]))
                     await session.initialize()
