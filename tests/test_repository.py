@@ -63,6 +63,12 @@ def test_the_hook_for_subjects_refuses_long_ones(tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
 
 
+def test_the_readme_is_short_and_shows_results_early() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert lines.index("## Results") < 30
+
+
 def test_versions_agree() -> None:
     versions = {
         path.parent.name: tomllib.loads(path.read_text())["project"]["version"]

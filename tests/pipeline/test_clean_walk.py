@@ -64,6 +64,7 @@ def test_clean_look_change_a_limit_and_run(folder: Path, tmp_path: Path, inside:
     assert "numbers.txt" not in {Path(entry.document.source).name for entry in read_dropped(out)}
 
     (printed,) = re.findall(r"train on it: modelwright (.*)", again.stdout)
+    assert printed.startswith("run quickstart --name mine "), "without a name it would go on with another run"
     *_, sources = shlex.split(printed)
     run = tmp_path / "run"
     small = ["--stages", "clean", "--run-dir", str(run), *shlex.split(printed)[2:]]

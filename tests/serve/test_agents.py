@@ -12,6 +12,7 @@ from openai._streaming import SSEDecoder
 from modelwright.serve.api.fields import NEUTRAL_VALUES
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.backends import engine_in_thread
+from modelwright.serve.errors import log
 from modelwright.serve.load import ServedTokenizer
 from modelwright.serve.server import ServerThread
 from serve.conftest import make_model, make_tokenizer
@@ -30,14 +31,17 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+def tokenizer_with(template: str, folder: Path) -> ServedTokenizer:
     make_tokenizer().save(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return ServedTokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     config = ServeConfig(port=0)
-    tokenizer = ServedTokenizer.load(folder)
+    tokenizer = tokenizer_with(TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
     with ServerThread(engine_in_thread(make_model(), config), tokenizer, config, model_name="tiny") as running:
         yield running
 
@@ -140,6 +144,18 @@ def test_forced_calls_in_the_form_of_the_template(tool_server: ServerThread):
         assert answer["finish_reason"] == "tool_calls"
         assert call["function"]["name"] == "get_tide"
         assert set(json.loads(call["function"]["arguments"])) == {"town"}
+
+
+def test_a_template_without_a_place_for_tools_is_named_at_the_start(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    config = ServeConfig(port=0)
+    with (
+        caplog.at_level("INFO", logger=log.name),
+        ServerThread(engine_in_thread(make_model(), config), tokenizer_with(plain, tmp_path), config, model_name="t"),
+    ):
+        pass
+    (line,) = (text for text in caplog.messages if "the chat template has no place for tools" in text)
+    assert "the form `own`" in line
 
 
 def test_a_thought_ends_at_its_budget(tool_server: ServerThread):

@@ -13,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("chat", "Talk to a model in the terminal.", example="modelwright chat runs/quickstart")
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
-    parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
+    parser.add_argument("--int8", action="store_true", help="take the run's quantized model")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 (the likeliest token) to 2; default: 0.7")
     parser.add_argument(
         "--top-p",

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-fewshot", type=int, default=-1, metavar="N", help="examples before each question")
     parser.add_argument("--chat", action="store_true", help="put questions in the model's chat template")
     parser.add_argument("--stage", default="", help="the model of this training stage (default: the run's last)")
-    parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
+    parser.add_argument("--int8", action="store_true", help="take the run's quantized model")
     parser.add_argument("--out", type=Path, metavar="FILE", help="results (default: lm-eval-TASKS.json of the run)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON in place of the table")
     return parser

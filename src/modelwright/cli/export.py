@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     choices = "; ".join(f"{name}: {', '.join(known)} (default: {known[0]})" for name, known in dtypes.items())
     parser.add_argument("--dtype", default="", metavar="NAME", help=f"number format. {choices}")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
-    parser.add_argument("--int8", action="store_true", help=f"take the run's INT8 model ({with_integers})")
+    parser.add_argument("--int8", action="store_true", help=f"take the run's quantized model ({with_integers})")
     parser.add_argument(
         "--adapter", default="", metavar="FOLDER", help="merge an adapter of PEFT or Unsloth into the model first"
     )

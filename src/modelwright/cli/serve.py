@@ -35,7 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a model, its adapters and its engine."""
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
-    parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
+    parser.add_argument("--int8", action="store_true", help="serve the run's quantized model")
     parser.add_argument(
         "--served-model-name", default="", metavar="NAME", help="the model's name for clients (default: the run's)"
     )
