@@ -2,7 +2,7 @@
 # make test   install with the test tools and run the tests that take seconds, with one process more than cores (TEST_PROCESSES=N for
 #             another number); ends with the ten slowest tests, the wall time and the CPU time, and fails where that is above its limit
 # make test-slow  the others, which are marked `slow`: layouts, kills, whole runs, measurements, with twice as many processes
-#             as cores and one more; where the processor has AVX-512, the tests of numerics run a second time as on one with AVX2 alone
+#             as cores; where the processor has AVX-512, the tests of numerics run a second time as on one with AVX2 alone
 # make test-all   both
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count

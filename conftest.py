@@ -63,9 +63,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # A third of the fast tests' time is waiting for other processes and sockets, which one more worker fills. Slow ones
-    # start servers, clusters and runs, and wait most of their time.
+    # start servers, clusters and runs, and wait for half of theirs.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 2 * num_cores + 1 if config.option.markexpr == "slow" else num_cores + 1
+    return 2 * num_cores if config.option.markexpr == "slow" else num_cores + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,7 @@
 """When a process of pytest-xdist dies, its test has failed and the tests after it run elsewhere."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 pytest.importorskip("xdist")
 
-from whole_files import WholeFiles
+from whole_files import STARTS_RAY, WholeFiles
 
 TESTS = ["a.py::1", "a.py::2", "a.py::3", "b.py::1", "c.py::1", "d.py::1", "e.py::1", "f.py::1"]
 
@@ -78,6 +80,17 @@ def test_a_process_in_its_place_gets_what_the_others_cannot_take() -> None:
     assert third.shutting_down or len(third.sent) > 2
     finish(files, third)
     assert files.tests_finished
+
+
+def test_files_that_start_ray_run_in_one_process() -> None:
+    files = scheduler(Node("gw0"), Node("gw1"))
+    assert len({files._split_scope(f"{file}::test_a") for file in STARTS_RAY}) == 1
+    assert files._split_scope("a.py::1") == "a.py"
+    root = Path(__file__).parents[1]
+    starts = re.compile(r"RayTasks\(\d|ray\.init\(|cluster\W+ray_tune|START_TIMEOUT_S")
+    paths = [*root.glob("tests/**/test_*.py"), *root.glob("packages/*/tests/**/test_*.py")]
+    found = {str(path.relative_to(root)) for path in paths if starts.search(path.read_text(encoding="utf-8"))}
+    assert found - {str(Path(__file__).relative_to(root))} == set(STARTS_RAY), "the list names every such file"
 
 
 def test_a_process_that_ends_by_itself_is_no_failure() -> None:
