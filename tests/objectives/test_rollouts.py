@@ -1,8 +1,10 @@
 """Rollouts: the same completions under every layout, with the log-probabilities that training computes."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from modelwright.core.config import ModelwrightError
 from modelwright.data.document import Document
 from modelwright.data.rows.batch import IGNORED
 from modelwright.data.rows.examples import PromptRecord, read_prompts, write_prompts
+from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.decoder import Decoder
 from modelwright.model.low_rank import AdapterConfig, BaseFormat
@@ -76,6 +79,18 @@ def roll_out(
     with torch.no_grad():
         executor.evaluate([completion_batch(rollout.ids_CL, rollout.mask_CT, plan)], keep)
     return rollout, found_CT
+
+
+def test_a_stop_of_the_generation_config_ends_a_rollout(tmp_path: Path) -> None:
+    """The third kind of stop, next to those of the tokenizer and of the template."""
+    usual, _ = roll_out(single())
+    begin = int(usual.prompt_lens_C[0])
+    place = next(n for n in range(begin + 2, begin + 9) if usual.ids_CL[0, n] not in usual.ids_CL[0, begin:n])
+    tiny_rollouts.tokenizer().save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(usual.ids_CL[0, place])]}))
+    ended, _ = roll_out(single(), replace(tiny_rollouts.worker(), tokenizer=Tokenizer.load(tmp_path)))
+    assert int(usual.completion_lens_C[0]) > int(ended.completion_lens_C[0]) == place - begin + 1
+    assert torch.equal(ended.ids_CL[0, : place + 1], usual.ids_CL[0, : place + 1])
 
 
 def in_all_layouts(world: World, make: Callable[[], Decoder]) -> dict[str, tuple[Rollout, Tensor]]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 import yaml
 
+import modelwright as mw
 from finetune_files import write_model
 from modelwright.core.config import ConfigError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.tokenizer.tokenizer import Tokenizer
 from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.generate import generate as complete
+from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
 from modelwright.pipeline.harness import find_tasks
 from refusals import config_error
@@ -242,6 +246,24 @@ def test_settings_that_the_engine_lacks_are_named(folder: Path) -> None:
     for settings, message in (({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 512}, "max_gen_toks: 512")):
         with pytest.raises(ConfigError, match=message):
             lm._params(settings, 0)
+
+
+def test_a_stop_of_the_generation_config_ends_an_answer_of_a_task_and_of_a_chat(folder: Path, tmp_path: Path) -> None:
+    """The third kind of stop, next to those of the tokenizer and of the template."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = Tokenizer.load(folder / "model")
+    prompt = tokenizer.chat.encode_prompt([{"role": "user", "content": "Hi."}])
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, stop_ids=tokenizer.stop_ids)
+    (usual,) = complete(load_model(folder / "model"), [prompt], [greedy])
+    place = next(n for n in range(2, 20) if usual.token_ids[n] not in usual.token_ids[:n])
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [usual.token_ids[place]]}))
+    answers = [mw.load(one / "model").chat("Hi.", max_tokens=20, temperature=0.0) for one in (folder, tmp_path)]
+    assert answers == [tokenizer.decode(usual.token_ids), tokenizer.decode(usual.token_ids[:place])]
+    engine = Engine(load_model(tmp_path / "model"), EngineConfig())
+    lm = EngineLM(engine, Tokenizer.load(tmp_path / "model"), uses_chat=False, info={}, progress=SilentProgress())
+    params, _ = lm._params({"until": ["Question:"], "max_gen_toks": 20, "do_sample": False}, 0)
+    (ended,) = complete(load_model(tmp_path / "model"), [prompt], [params])
+    assert [*ended.token_ids] == [*usual.token_ids[: place + 1]]
 
 
 def test_a_message_cannot_speak_control_tokens(folder: Path) -> None:

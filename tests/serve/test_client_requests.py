@@ -1,7 +1,7 @@
 """Bodies that clients send, against a model whose answer to any chat is known: each token has one successor."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -103,6 +103,14 @@ def test_schemas_that_refer_to_themselves_or_to_paths(machine: ServerThread, sch
 def test_what_is_refused(machine: ServerThread, fields: dict, code: str):
     reply = send(machine, **fields)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+
+
+def test_a_server_that_does_not_clamp_names_the_room(slow_server: Callable[..., ServerThread]):
+    server = slow_server(clamp_max_tokens=False)
+    reply = send(server, model="tiny", max_tokens=4096)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "2048 tokens" in reply.json()["error"]["message"]
+    assert send(server, model="tiny", max_tokens=4).json()["usage"]["completion_tokens"] == 4
 
 
 def test_two_answers(machine: ServerThread):
