@@ -29,6 +29,8 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         ({"parallel": {"zero_stage": 1, "shard_group_size": 1}}, 2, r"^parallel\.shard_group_size: 1 replica"),
         ({"parallel": {"shared_memory": False}, "pretrain": {"async_updates": {"mode": "hogwild"}}}, 2,
          r"^pretrain\.async_updates\.mode: hogwild needs one copy .* parallel\.shared_memory false takes away"),
+        ({"stages": ["clean", "tokenize", "pack", "pretrain", "dpo"], "parallel": {"context": 2}}, 2,
+         r"^dpo: needs whole rows on every rank, which parallel\.context 2 takes away"),
         ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not fit the model \(model\.num_heads: 4"),
         (
             {

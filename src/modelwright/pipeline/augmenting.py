@@ -178,8 +178,8 @@ def _summary(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
     if idle := [name for name, cost in totals.items() if cost.num_documents and not cost.num_changed]:
         yield (
-            f"changed nothing: {', '.join(idle)}. They need words between blanks, letters with a case or English "
-            "words, which Chinese text, for example, has not; choose other methods for these documents"
+            f"changed nothing: {', '.join(idle)}. They need spaces between words, upper and lower case, or English "
+            "words, which Chinese text, for example, does not have; choose other methods for these documents"
         )
     unchanged = sum((Counter(shard["unchanged"]) for shard in facts), Counter[str]())
     if unchanged:
