@@ -78,11 +78,11 @@ def test_int8_products_are_exact(shape):
 
 
 def test_the_largest_codes_do_not_saturate():
-    codes, scale = quantize_rows(torch.ones(16, 512))
-    for sign in (1.0, -1.0):
-        torch.testing.assert_close(
-            RowProduct(Weight(codes, scale))(sign * torch.ones(2, 512)), sign * torch.full((2, 16), 512.0)
-        )
+    product = RowProduct(Weight(*quantize_rows(torch.ones(16, 512))))
+    for num_rows in (2, 40):  # and weights that are packed
+        for sign in (1.0, -1.0):
+            found = product(sign * torch.ones(num_rows, 512))
+            torch.testing.assert_close(found, sign * torch.full((num_rows, 16), 512.0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,6 +98,16 @@ def test_a_row_depends_on_neither_neighbors_nor_threads(shape, kind, monkeypatch
         assert torch.equal(product(x[-count:]), whole[-count:])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(product(x), whole)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(4, 1), (60, 33), (1409, 70), (8200, 20)])
+def test_many_rows_have_the_bits_of_few(num_inputs: int, num_outputs: int) -> None:
+    """The kernel packs INT8 weights for many rows, more of them for wide ones, and none of more than 8,192 inputs."""
+    weight, scale_O = quantize_rows(made(num_outputs, num_inputs))
+    product = RowProduct(Weight(weight, scale_O, bias_O=made(num_outputs, seed=1)))
+    x = made(101, num_inputs, seed=2)
+    few = [product(part) for part in x.split(4)]
+    assert torch.equal(product(x), torch.cat(few))
 
 
 @pytest.mark.slow

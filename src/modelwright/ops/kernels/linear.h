@@ -205,9 +205,87 @@ void multiply_widened(const Matrix& by, int64_t first, int64_t end, const Rows& 
   }
 }
 
+#ifdef PACKS_INT8_WEIGHTS
+
+// Number j of vector i becomes number i of vector j.
+inline void transpose(Integers (&x)[kLanes]) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes{};
+  for (int done = 1; done < kLanes; done *= 2) {
+    Integers next[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = zipped<0>(x[i], x[i + kLanes / 2], lanes);
+      next[2 * i + 1] = zipped<1>(x[i], x[i + kLanes / 2], lanes);
+    }
+    std::memcpy(x, next, sizeof next);
+  }
+}
+
+constexpr int64_t kFewestPacked = 24;  // rows for which weights are packed, and at least one for so many inputs:
+constexpr int64_t kInputsOfRow = 16;   // fewer rows gain less by it than packing takes
+constexpr int64_t kMostPacked = 8192;  // inputs whose packed weights a thread's stack holds
+constexpr int kPackedRows = kLanes / 2;  // at once: their sums fill half of the registers
+
+// INT8 weights with many rows. Packed, four codes of each of kLanes outputs lie next to each other, so that the numbers of
+// a vector of sums belong to different outputs, and none has to be summed across a vector. Sums of codes are exact in any
+// order, so rows have the bits that they have among few others. Without VNNI, one row after the other is faster (AVX2).
+void multiply_packed(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
+  Integers packed[kMostPacked / 4][2];
+  const int64_t step = code_step(in.width, by.format), num_groups = up(by.inputs, kCodes) / 4;
+  for (; first < end; first += 2 * kLanes) {
+    for (int half = 0; half < 2; ++half)
+      for (int64_t at = 0; at < by.inputs; at += kCodes) {
+        Integers codes[kLanes];
+        for (int out = 0; out < kLanes; ++out) {
+          const int64_t output = std::min(first + half * kLanes + out, end - 1);
+          const int8_t* const from = static_cast<const int8_t*>(by.weight) + output * by.inputs + at;
+          codes[out] = (Integers)(at + kCodes <= by.inputs ? codes_at(from) : codes_at(from, by.inputs - at));
+        }
+        transpose(codes);
+        for (int i = 0; i < kLanes; ++i) packed[at / 4 + i][half] = codes[i];
+      }
+    for (int64_t row = 0; row < in.count; row += kPackedRows) {
+      const int64_t num_rows = std::min<int64_t>(kPackedRows, in.count - row);
+      const int8_t* rows[kPackedRows];
+      for (int r = 0; r < kPackedRows; ++r) rows[r] = in.codes + (row + std::min<int64_t>(r, num_rows - 1)) * step;
+      Integers sums[kPackedRows][2] = {};
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const CodeVector left = held((CodeVector)packed[group][0]), right = held((CodeVector)packed[group][1]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kPackedRows; ++r) {
+          int32_t four;
+          std::memcpy(&four, rows[r] + 4 * group, 4);
+          const CodeVector numbers = held((CodeVector)(four - Integers{}));
+          sums[r][0] = add_products(sums[r][0], numbers, left);
+          sums[r][1] = add_products(sums[r][1], numbers, right);
+        }
+      }
+      // All of them, because sums that are chosen by a variable would be in memory throughout.
+#pragma GCC unroll 8
+      for (int r = 0; r < kPackedRows; ++r)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const int64_t output = first + half * kLanes;
+          if (r < num_rows && output < end)
+            finish<kLanes>(by, sums[r][half], all(in.peaks[row + r]), output, std::min<int64_t>(kLanes, end - output), 1,
+                           to + (row + r) * by.outputs);
+        }
+    }
+  }
+}
+
+inline bool is_packed(const Matrix& by, int64_t num_rows) {
+  return num_rows >= std::max(kFewestPacked, by.inputs / kInputsOfRow) && by.inputs <= kMostPacked;
+}
+
+#endif
+
 // Outputs first..end of all rows, to [rows][outputs].
 void multiply_outputs(const Matrix& by, int64_t first, int64_t end, const Rows& in, float* to) {
   const int64_t step = code_step(in.width, by.format);
+#ifdef PACKS_INT8_WEIGHTS
+  if (by.format == kInt8 && is_packed(by, in.count)) return multiply_packed(by, first, end, in, to);
+#endif
   if (by.format == kInt8)
     multiply_outputs<int8_t, int8_t>(by, first, end, in, in.codes, step, to);
   else if (by.format == kInt4 && in.count >= kFewestWidened && by.inputs <= kMostWidened)

@@ -33,6 +33,16 @@ inline V paired(V left, V right) {
   return picked<unit, 0>(left, right, lanes) + picked<unit, 1>(left, right, lanes);
 }
 
+// The numbers of two vectors in turn, of their first halves or, with odd, of their second ones.
+template <int odd, class V, int... at>
+inline V zipped(V left, V right, std::integer_sequence<int, at...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(left, right, (at % 2 * kLanes + odd * kLanes / 2 + at / 2)...);
+#else
+  return __builtin_shuffle(left, right, Integers{(at % 2 * kLanes + odd * kLanes / 2 + at / 2)...});
+#endif
+}
+
 // The sums of the numbers of each vector, side by side; each sum is taken in the same order.
 template <class V>
 inline V sums_of(const V (&x)[kLanes]) {
@@ -105,6 +115,7 @@ constexpr int kCodes = 4 * kLanes;
 typedef int8_t CodeVector __attribute__((vector_size(kCodes), aligned(1)));
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#define PACKS_INT8_WEIGHTS  // for many rows, see `multiply_packed`
 constexpr int kOffset = 128;
 inline Integers add_products(Integers sum, CodeVector row, CodeVector weight) {
   return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weight);
