@@ -133,6 +133,42 @@ def test_zeros_and_ones_beside_conversations_are_refused_once_both_have_occurred
         read(tmp_path / "t.parquet")
 
 
+def test_what_a_document_keeps_is_not_what_is_learned(tmp_path: Path) -> None:
+    pair = EXAMPLES["question_answer"]
+    kept = {"id": "a", "url": "http://example.org", "language": "en", "score": 0.5}
+    (document,), report = read(written(tmp_path, {**pair, **kept}))
+    assert report.summary()[0] == (
+        "fields used: question, answer; not used in 1 of 1 records: id, url, language, score"
+    )
+    assert {name: document.meta[name] for name in kept} == kept
+    with pytest.raises(DataError, match="'score' is 0 or 1"):
+        read(written(tmp_path, *({**pair, "score": number % 2} for number in range(4))))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_number"),
+    [([[0, 1], [0, 1]], True), ([[0, 1], [0, 0]], False), ([[None, 1], [None, 0]], False)],
+)
+def test_numbers_of_turns_do_not_judge_them(tmp_path: Path, values: list, is_number: bool) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    records = [
+        {"messages": [turn | ({} if one is None else {"turn": one}) for turn, one in zip(turns, row, strict=True)]}
+        for row in values
+    ]
+    path = written(tmp_path, *records)
+    if is_number:
+        assert read(path)[1].summary()[0].endswith("not used in 2 of 2 records: messages[].turn")
+    else:
+        with pytest.raises(DataError, match=r"'messages\[\]\.turn' is 0 or 1"):
+            read(path)
+
+
+def test_numbers_of_two_records_do_not_judge_them(tmp_path: Path) -> None:
+    for name in ("id", "index", "example_id", "row"):
+        both = written(tmp_path, *({**EXAMPLES["question_answer"], name: number} for number in (1, 0)))
+        assert len(read(both)[0]) == 2
+
+
 def test_a_field_to_ignore_or_to_map_that_no_record_has_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, EXAMPLES["question_answer"])
     with pytest.raises(DataError, match=r"data\.ignore: no record has a value in the field 'wieght'"):

@@ -6,6 +6,7 @@ file, and a field that would change what is learned is refused, unless `data.ign
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ HARMLESS = frozenset(("parallel_tool_calls", "strict", "stream"))
 """Booleans that say how a server should answer and not what is learned."""
 TURN = "messages[]."
 """Prefix of the name of a turn's field."""
+_IDENTIFIER = re.compile(r"(^|[_.])(id|idx|index|number|row)$", re.IGNORECASE)
+"""Names of fields that number records: two of them may be 0 and 1."""
 _OF_EVERY_TURN = tuple(TURN + name for name in ("role", "content", "from", "value"))
 _MOST_LEVELS = 100
 _MOST_NAMES = 500
@@ -204,21 +207,30 @@ class FieldUse:
     _binary: dict[str, set[bool] | None] = field(default_factory=dict[str, "set[bool] | None"], repr=False)
     """Values of fields beside conversations that were 0 or 1 (-1 or 1, "bad" or "good") in every record; None for those
     that had another one."""
+    _is_place: dict[str, bool] = field(default_factory=dict[str, bool], repr=False)
+    """Whether such a field numbered the turns of each record from 0: then it does not judge them."""
 
     def add(self, fields: Fields, unread: Sequence[str] = (), *, is_conversation: bool = False) -> None:
         """Adds a record. unread: columns of its table that were not read."""
         self.num_records += 1
         seen = dict.fromkeys(unread)
+        places = Counter[str]()
         for name, value in fields.present():
             name = name if name in self.present or len(self.present) < _MOST_NAMES else _MANY
-            if is_conversation and name not in fields.used:
-                self._compare(name, value)
+            if is_conversation and name not in fields.used and not _IDENTIFIER.search(name):
+                self._compare(name, value, places[name])
+            places[name] += 1
             seen[name] = None
+        for name in self._is_place.keys() & places.keys():
+            # Of answers alone, 0 and 1 may be weights of the first and the second.
+            if not name.startswith(TURN) or places[name] != len(fields.turns):
+                self._is_place[name] = False
         self.present.update(seen.keys())
         self.used.update(fields.used & seen.keys())
 
-    def _compare(self, name: str, value: Any) -> None:
+    def _compare(self, name: str, value: Any, place: int) -> None:
         values = self._binary.setdefault(name, set())
+        self._is_place[name] = self._is_place.get(name, True) and value == place and not isinstance(value, bool)
         is_sign = not isinstance(value, str) and value == -1
         flag = False if is_sign else None if isinstance(value, bool) else as_flag(value)
         if values is None or flag is None:
@@ -234,7 +246,7 @@ class FieldUse:
     def binary(self, ignored: Sequence[str]) -> str:
         """What to do about a field beside conversations that was not used and held both 0 and 1, or other signs of bad
         and good, and nothing else; "" without one."""
-        found = (name for name, values in self._binary.items() if values == {True, False})
+        found = (name for name, values in self._binary.items() if values == {True, False} and not self._is_place[name])
         if not (name := next((name for name in found if name.removeprefix(TURN) not in ignored), "")):
             return ""
         shown = printable(name.removeprefix(TURN))

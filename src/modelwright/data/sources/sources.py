@@ -293,10 +293,11 @@ class SourceReport:
         size = len(document.text.encode("utf-8", "replace"))
         self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
 
-    def skip(self, reason: str, where: str, problem: str = "") -> None:
+    def skip(self, reason: str, where: str, problem: str = "", way_out: str = "") -> None:
         """Counts a skipped record."""
         self._count(self.skipped, reason, where)
-        self.first_problem = self.first_problem or (f"{where}: {problem}" if problem else "")
+        remedy = f"; {way_out}" if way_out else ""
+        self.first_problem = self.first_problem or (f"{where}: {problem}{remedy}" if problem else "")
         if self.on_skip is not None:
             self.on_skip(reason, where, problem or reason)
 
@@ -403,7 +404,7 @@ def _read_file(file: readers.File, config: SourceConfig, report: SourceReport) -
         if config.on_bad_record == "error":
             leave_out = "pass --data.on_bad_record skip to leave such records out and count them"
             raise DataError(f"{where}: {problem}; {way_out}, or {leave_out}")
-        report.skip(reason, where, problem)
+        report.skip(reason, where, problem, way_out)
 
     report.num_files += 1
     if not is_readable(file, report.pass_over):
@@ -649,6 +650,8 @@ def _finished(
     kept = {name: fields.original[name] for name in config.keep_fields if name in fields.original and name not in meta}
     kept = {name: value for name, value in kept.items() if has_types_of_document({name: value})}
     fields.used.update(kept)
-    carried = {name: fields[name] for name in CARRIED_FIELDS if isinstance(fields.plain.get(name), (str, int, float))}
+    # They do not count as used, because nothing is learned from them: a `score` of 0 or 1 may say what should be.
+    plain = fields.plain
+    carried = {name: plain[name] for name in CARRIED_FIELDS if isinstance(plain.get(name), (str, int, float))}
     document = Document(id=where, text=text, kind=kind, split="open", source=source, meta={**meta, **kept, **carried})
     return Unsplit(document.map_text(encodable))
