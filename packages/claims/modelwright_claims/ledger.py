@@ -34,6 +34,7 @@ from modelwright_claims.results import (
 
 NAMES = (
     "gradient_accumulation",
+    "larger_batches",
     "warmup_cosine",
     "bf16_mixed",
     "precision_policies",
@@ -49,6 +50,7 @@ NAMES = (
     "hogwild",
     "efficiency_20x",
     "loss_scaling",
+    "scale_to_a_loss",
     "adaptive_clipping",
     "dynamic_decay",
     "sparse_updates",
