@@ -21,7 +21,7 @@ from modelwright.data.clean.steps.noise import NoiseConfig
 from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.cleaning_scores import (
     FORMS,
     Result,
@@ -181,15 +181,11 @@ def measurement(
     return Measurement(
         samples=samples,
         conditions=size.describe()
+        | described(__name__)
         | {
-            "text": "prose of the interpreter's libraries, held out by module",
             "documents": results[0].documents,
             "spoiled": f"{SHARE:.0%} of the texts, in equal parts by form: {', '.join(FORMS)}",
-            "cleaning": f"default settings, and the step noise with {NUM_TRUSTED} trusted texts outside of the corpus; "
-            "beside it default settings alone, which leave that step off",
-            "junk": "made by generators from which the step noise learns, too, on other texts",
             "target": round(target, 4),
-            "schedule": "warmup over 5%, then constant",
             "runs that never reached the target": ", ".join(f"{arm} {n}" for arm, n in zip(ARMS, never, strict=True)),
         },
     )
@@ -226,4 +222,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(__name__, headline=("usable before", "usable after", "fewer steps"))
+CLAIM = declared(__name__)
