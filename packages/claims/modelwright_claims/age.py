@@ -13,7 +13,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,40 @@ def dumped(text: str, names: Iterable[str]) -> set[str]:
     return {definition.text for definition in _reached(text, names)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Definition:
-    """What binds a name at the top of a module; names: those that it uses, with the attributes of each."""
+    """What binds a name at the top of a module."""
 
     name: str
     statement: ast.stmt
-    text: str
-    """An import is the name of what it imports, which is compared where it stands."""
-    names: Mapping[str, set[str]]
+
+    @cached_property
+    def text(self) -> str:
+        """An import is the name of what it imports, which is compared where it stands."""
+        if isinstance(self.statement, ast.Import | ast.ImportFrom):
+            (imported,) = (one.name for one in self.statement.names if (one.asname or one.name) == self.name)
+            return f"import {imported.rpartition('.')[2]} as {self.name}"
+        for node in ast.walk(self.statement):
+            if _is_docstring(node):
+                node.value.value = ""  # pyright: ignore[reportAttributeAccessIssue]
+        return ast.dump(self.statement)
+
+    @cached_property
+    def names(self) -> Mapping[str, set[str]]:
+        """The names that it uses, with the attributes of each; a module that is started as a program has ""."""
+        names = defaultdict[str, set[str]](set)
+        for node in ast.walk(self.statement):
+            if isinstance(node, ast.Name):
+                names[node.id].update()
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names[node.value.id].add(node.attr)
+            elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
+                names[str(node.value)].add("")
+        return names
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _uses(text: str, name: str) -> Iterator[tuple[Path, str]]:
@@ -145,35 +170,21 @@ def _reached(text: str, names: Iterable[str]) -> list[_Definition]:
 
 
 @cache
-def _definitions(source: str) -> Mapping[str, Sequence[_Definition]]:
+def _definitions(text: str) -> Mapping[str, Sequence[_Definition]]:
     """The definitions of a module by name; by "" the statements that bind none, docstrings left out."""
-    tree, found = ast.parse(source), defaultdict[str, list[_Definition]](list)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            node.value.value = ""  # of an attribute, too
-    blocks = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    for statement in tree.body:
-        form, names = ast.dump(statement), defaultdict[str, set[str]](set)
-        bound = dict[str, str]()
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                names[node.id].update()
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                names[node.value.id].add(node.attr)
-            elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
-                names[str(node.value)].add("")  # a program that is started by its module's name
-            if isinstance(statement, blocks) and node is not statement:
-                continue
+    found = defaultdict[str, list[_Definition]](list)
+    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for statement in ast.parse(text).body:
+        bound = set[str]()
+        for node in [statement] if isinstance(statement, blocks) else ast.walk(statement):
             if isinstance(node, blocks):
-                bound[node.name] = form
+                bound.add(node.name)
             elif isinstance(node, ast.alias):
-                bound[node.asname or node.name] = f"import {node.name.rpartition('.')[2]}"
+                bound.add(node.asname or node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound[node.id] = form
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue
-        for name, text in (bound or {"": form}).items():
-            found[name].append(_Definition(name=name, statement=statement, text=text, names=names))
+                bound.add(node.id)
+        for name in bound or ([] if _is_docstring(statement) else [""]):
+            found[name].append(_Definition(name, statement))
     return found
 
 

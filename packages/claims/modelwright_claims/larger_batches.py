@@ -20,7 +20,7 @@ def measure(setting: Setting) -> Measurement:
         LARGE: bench.variant(large, {"gradient_accumulation_steps": PARTS}),
     }
     pace = bench.paces(bench.steps_to_a_loss(setting, variants, plain=SMALL))
-    return replace(pace, conditions=small.describe() | pace.conditions)
+    return replace(pace, conditions={**small.describe(), **pace.conditions})
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

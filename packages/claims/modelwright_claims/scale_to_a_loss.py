@@ -29,7 +29,7 @@ def measure(setting: Setting) -> Measurement:
     )
     pace = bench.paces(found)
     shared = {"window": loss_scaling.WINDOW, "copies that a process stands for": loss_scaling.COPIES}
-    return replace(pace, conditions=size.describe() | shared | pace.conditions)
+    return replace(pace, conditions={**size.describe(), **shared, **pace.conditions})
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

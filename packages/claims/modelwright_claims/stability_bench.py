@@ -66,13 +66,13 @@ def study_size(setting: Setting) -> workbench.Size:
     return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=25 if setting.quick else 500)
 
 
-def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
+def measure(setting: Setting, study: Study) -> Measurement:
     """Compare the arms in all regimes."""
-    result = {}
+    size, found = study_size(setting), dict[str, Comparison]()
     for regime, wild in study.regimes.items():
         variants = {arm: variant(size, settings, wild) for arm, settings in study.arms.items()}
-        result[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
-    return result
+        found[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
+    return measurement(size, study, found)
 
 
 def variant(size: workbench.Size, settings: Mapping[str, Any], wild: Wild | None = None) -> Run:

@@ -177,6 +177,7 @@ def test_an_update_that_is_skipped_keeps_nothing_of_its_gradient(setting):
     assert found[STABLE] <= 15 - found[SKIPPED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("claim", "main"), [(larger_batches, larger_batches.LARGE), (scale_to_a_loss, "dynamic from 2^15")]
 )
