@@ -342,15 +342,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def describe_shape(size: Size, vocab_size: int) -> str:
-    """Return words for a result's conditions."""
-    shape: ModelConfig = Run(size=size, model=SHAPE).model_config(vocab_size)
-    return (
-        f"{shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, width {shape.model_dim}; as many "
-        "key/value heads, which favors the method: query heads that share one are chosen together"
-    )
-
-
 TARGET_LOSS, TARGET_TIME = 2.0, 0.70
 LOSS, FLOPS, TRAINING, DECODING = (
     "held-out loss, ",
@@ -387,14 +378,14 @@ def measurement(found: Comparison, size: Size) -> Measurement:
         samples[FLOPS + name] = [cost.flops for cost in costs]
         samples[TRAINING + name] = [cost.seconds for cost in costs]
     samples[OPEN_SHARE] = [cost.open_share for cost in found.costs[METHOD]]
+    shape: ModelConfig = Run(size=size, model=SHAPE).model_config(VOCAB_SIZE)
     if all(found.decoding):
         samples |= {DECODING + kind: [times[kind] for times in found.decoding] for kind in (OWN, OPEN, CLOSED)}
     return Measurement(
         samples=samples,
         conditions=size.describe()
-        | described(__name__, found=found)
+        | described(__name__, found=found, shape=shape)
         | {
-            "model": describe_shape(size, VOCAB_SIZE),
             "changed": CHANGED,
             "rates tried": ", ".join(map(str, RATES)) + "; and beyond where the best was at an end",
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),

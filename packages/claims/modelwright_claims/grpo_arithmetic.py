@@ -163,7 +163,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         with judgment.part():
             gain = differences(samples[ACCURACY + GRPO], samples[ACCURACY + rival])
             limit = (">", 0.0) if rival in (BEFORE, DEMONSTRATIONS) else ()
-            judgment.ask(gain_over(rival), gain, "points", *limit, say=f"{{0.mean:+.1f}} points over {rival}")
+            figure, say = f"accuracy of GRPO over {rival}", f"{{0.mean:+.1f}} points over {rival}"
+            judgment.ask(figure, gain, "points", *limit, say=say)
             is_better = rival == VERIFIED and gain.upper < 0
             judgment.require(not is_better, f"{rival} is better by {-gain.mean:.1f} points")
     with judgment.beside():
@@ -172,10 +173,6 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     arms = (GRPO, BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY, ANY)
     judgment.show(samples, [ACCURACY + arm for arm in arms], "%")
     return judgment.verdict()
-
-
-def gain_over(rival: str) -> str:
-    return f"accuracy of GRPO over {rival}"
 
 
 CLAIM = declared(__name__)

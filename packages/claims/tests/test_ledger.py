@@ -1,7 +1,10 @@
+import importlib
 import json
 import os
 import re
+import string
 import subprocess
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +99,29 @@ def test_every_claim_says_what_it_says():
     for claim in CLAIMS:
         assert claim.statement.endswith(".")
         assert all((claim.source, claim.published, claim.compared, claim.target))
+
+
+def test_words_of_conditions_name_constants_or_what_is_given_with_them():
+    """A name that is neither would end a measurement after its last run."""
+    texts = tomllib.loads((ROOT / "packages/claims/modelwright_claims/claims.toml").read_text(encoding="utf-8"))
+    checked = 0
+    for name, conditions in ((name, text["conditions"]) for name, text in texts.items() if "conditions" in text):
+        module = importlib.import_module(f"modelwright_claims.{name}")
+        (call,) = re.findall(r"described\(__name__(.*?)\)", Path(module.__file__ or "").read_text(encoding="utf-8"))
+        given = set(re.findall(r", (\w+)=", call))
+        roots = {
+            re.split(r"[.\[]", field)[0]
+            for form in conditions.values()
+            for _, field, _, _ in string.Formatter().parse(form)
+            if field is not None
+        }
+        assert given <= roots <= given | set(vars(module)), name
+        known = {one: vars(module)[one] for one in roots - given}
+        for form in conditions.values():
+            if not given & {re.split(r"[.\[]", field)[0] for _, field, _, _ in string.Formatter().parse(form) if field}:
+                assert form.format_map(known)
+                checked += 1
+    assert checked > 40
 
 
 def test_selection_by_name():
