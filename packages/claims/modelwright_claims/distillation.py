@@ -196,7 +196,7 @@ class Bench:
             name: [replace(with_value(run, "learning_rate", rates[name]), seed=seed) for seed in self.seeds]
             for name, run in arms.items()
         }
-        self.make(runner, [run for runs in final.values() for run in runs])
+        runner.keep([run for runs in final.values() for run in runs], at_once=self.at_once)
         batches = heldout_batches(self.setting, replace(teacher, heldout_batches=0))
         return Comparison(
             rates=rates,
@@ -217,11 +217,6 @@ class Bench:
         tuning = Tuning(values=rates, seeds=(seed,))
         found = tune(runner, variants, tuning, at_once=self.at_once)
         return {name: best_value(losses) for name, losses in found.items()}
-
-    def make(self, runner: Runner, runs: Sequence[Run]) -> None:
-        """Make those of the runs that are missing, with their last weights."""
-        missing = [run for run in runs if run not in runner.cache or not runner.weights(run).exists()]
-        runner.make(missing, keep=True, at_once=self.at_once)
 
     def shape_of(self, run: Run) -> ModelConfig:
         return run.model_config(prepare_text(self.setting).vocab_size)

@@ -122,10 +122,7 @@ class Bench:
             name: [of_seed(with_value(run, "learning_rate", rates[name]), seed) for seed in self.seeds]
             for name, run in arms.items()
         }
-        every = [run for runs in final.values() for run in runs]
-        missing = [run for run in every if run not in runner.cache or not runner.weights(run).exists()]
-        runner.make_weights(missing, at_once=self.at_once)
-        runner.make(missing, keep=True, at_once=self.at_once)
+        runner.keep([run for runs in final.values() for run in runs], at_once=self.at_once)
         costs = {name: [] for name in arms}
         decoding: list[Mapping[str, float]] = []
         for number in range(len(self.seeds)):
