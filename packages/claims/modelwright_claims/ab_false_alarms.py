@@ -23,7 +23,7 @@ from modelwright.serve.ab.experiment import (
     verdict,
 )
 from modelwright.serve.ab.statistics import BURN_IN, difference_interval, log_e_value, two_proportions, welch
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import side_by_side
 from modelwright_claims.statistics import share
@@ -76,14 +76,11 @@ def measure(setting: Setting) -> Measurement:
     samples = {name: [outcome[name] for outcome in outcomes] for name in outcomes[0]}
     return Measurement(
         samples=samples,
-        conditions={
+        conditions=described(__name__)
+        | {
             "runs": num_runs,
             "requests of a run": num_requests,
-            "looks": "after every request and every piece of feedback",
             "level of intervals": REPORT_ALPHA,
-            "error rate": "0.4% with outages of 5% of both arms, drawn for sessions",
-            "share of B": "0.5, or 0.1 growing to 0.5 after a third of the requests",
-            "traffic": "simulated; assignment, counting and decisions are the server's code",
         },
     )
 
@@ -217,4 +214,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(__name__, headline=(ALARM + ERRORS, ALARM + SCORES, ROLLED_BACK, REPEATED + ERRORS, REPEATED + SCORES))
+CLAIM = declared(__name__)

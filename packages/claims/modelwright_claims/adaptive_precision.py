@@ -18,7 +18,7 @@ from modelwright.train.precision.apply import ModelPrecision
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.large_runs import (
@@ -134,15 +134,12 @@ def measurement(
                 for chosen in ("bf16", "int8")
             },
         },
-        conditions={
+        conditions=described(__name__, counted=memory_probe.CONDITION)
+        | {
             **size.describe(),
-            "losses": "controllers go by the formats' speeds at the large model's shapes, and so choose as there",
-            "decisions": f"every {CHANGING['decide_every_steps']} steps, {CHANGING['measure_steps']} measured",
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
             f"{LARGE_CHANGING['decide_every_steps']} steps, {LARGE_CHANGING['measure_steps']} of them measured",
-            "memory": f"same model, {MEMORY_ROWS} rows, a decision every {SOON_CHANGING['decide_every_steps']} steps; "
-            f"the most that any step takes before and after two decisions; {memory_probe.CONDITION}",
             **baseline_conditions(),
         },
     )
@@ -193,11 +190,4 @@ def _percent_in(run: Outcome, chosen: Format, num_parts: int) -> float:
     return 100 * ends.count(chosen) / num_parts
 
 
-CLAIM = declared(
-    __name__,
-    headline=tuple(
-        f"{what}, {name}"
-        for name in (*ADAPTIVE, "all INT8, BF16 stream")
-        for what in ("speed over FP32", "memory saved", "held-out loss above FP32")
-    ),
-)
+CLAIM = declared(__name__)

@@ -1,17 +1,19 @@
 """The age of a record, and whether the code that it measured has changed since: decided by git, not by the record.
 
-Measured code is the claim's module with the modules of this package that it imports, and the modules of the product
-and of its packages that these name. What those import in turn is left out, or every change of the product would mark
-every record.
+Measured code is what a claim's `measure` reaches: the definitions that it uses in its module and in the modules of this
+package, and those that these use by name of the product and of its packages. What the latter use in turn is left out,
+or every change of the product would mark every record. Definitions are compared as syntax trees without docstrings, so
+that comments, layout and moves change nothing.
 """
 
 import ast
 import importlib.util
 import inspect
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,9 @@ Ages = Mapping[tuple[str, str], "Age"]
 
 @dataclass(frozen=True, kw_only=True)
 class Age:
-    """num_commits: commits since the measurement; num_files: measured files; changed: those of them that differ.
-
-    A file that was only moved does not differ.
-    """
+    """num_commits: commits since the measurement; changed: files with measured definitions that differ."""
 
     num_commits: int
-    num_files: int
     changed: Sequence[str]
 
 
@@ -52,62 +50,149 @@ def ages(claims: Sequence[Claim], records: Sequence[Mapping[str, Any]]) -> dict[
 def age_of(claim: Claim, commit: str) -> Age | None:
     """The age of a record of `claim` measured at `commit` (`-dirty` is ignored); None if git does not know it."""
     commit = commit.removesuffix("-dirty")
-    files = sorted(set(measured_files(claim)))
-    count = _git(files[0].parent, "rev-list", "--count", f"{commit}..HEAD") if commit else ""
+    folder = Path(inspect.getfile(claim.measure)).resolve().parent
+    count = _git(folder, "rev-list", "--count", f"{commit}..HEAD") if commit else ""
     if not count:
         return None
-    root = Path(_git(files[0].parent, "rev-parse", "--show-toplevel"))
-    head = _git(root, "rev-parse", "HEAD")
-    measured = {file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)}
-    changed = [name for name in _changes(root, commit, head) if name in measured]
-    return Age(num_commits=int(count), num_files=len(files), changed=changed)
+    root = Path(_git(folder, "rev-parse", "--show-toplevel"))
+    names_before = _changes(root, commit, _git(root, "rev-parse", "HEAD"))
+    changed = []
+    for file, names in sorted(measured_definitions(claim).items()):
+        name = file.relative_to(root).as_posix() if file.is_relative_to(root) else ""
+        if name in names_before:
+            before, now = (
+                _git(root, "show", f"{at}:{of}") for at, of in ((commit, names_before[name]), ("HEAD", name))
+            )
+            if before != now and dumped(before, names) != dumped(now, names):
+                changed.append(name)
+    return Age(num_commits=int(count), changed=changed)
 
 
 @cache
-def _changes(root: Path, commit: str, head: str) -> Sequence[str]:
-    """The Python files that differ since `commit`, by their present names. Those that only moved are left out."""
-    options = ("--name-status", "--find-renames=100%", "-l0", "--diff-filter=AMR", "-z")
-    words = iter(_git(root, "diff", *options, commit, head, "--", "*.py").split("\0"))
-    names = list[str]()
-    for status in words:
-        if not status:
-            continue
-        name = next(words)
-        if status.startswith("R"):
-            next(words)  # its name now
-        else:
-            names.append(name)
+def _changes(root: Path, commit: str, head: str) -> Mapping[str, str]:
+    """The Python files that differ since `commit`, by their present names, with those that they had then."""
+    words = iter(
+        _git(root, "diff", "--name-status", "-M", "-l0", "--diff-filter=AMR", "-z", commit, head, "--", "*.py").split(
+            "\0"
+        )
+    )
+    names = dict[str, str]()
+    for status in filter(None, words):
+        before = next(words)
+        names[next(words) if status.startswith("R") else before] = before
     return names
 
 
-def measured_files(claim: Claim) -> Iterator[Path]:
-    """The files of the measured code."""
-    pending, seen = [Path(inspect.getfile(claim.measure)).resolve()], set[Path]()
+def measured_definitions(claim: Claim) -> dict[Path, set[str]]:
+    """The names that the measured code begins with in each of its files."""
+    own = Path(inspect.getfile(claim.measure)).resolve()
+    found: dict[Path, set[str]] = defaultdict(set)
+    pending = [(own, claim.measure.__name__)]
     while pending:
-        file = pending.pop()
-        if file in seen:
+        file, name = pending.pop()
+        if name in found[file]:
             continue
-        seen.add(file)
-        yield file
-        for module in _imports(file):
-            if (source := _source(module)) is None or module in JUDGING:
-                continue
-            if module.partition(".")[0] == PACKAGE:
-                pending.append(source)
-            else:
-                yield source
+        found[file].add(name)
+        if file == own or file.parent.name == PACKAGE:
+            pending += _uses(file.read_text(encoding="utf-8"), name)
+    return found
 
 
-def _imports(file: Path) -> Iterator[str]:
-    """The modules of all packages of the project that a file imports, and names in them that are not modules."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        yield from (name for name in names if name.partition(".")[0].split("_")[0] == PRODUCT)
+def dumped(text: str, names: Iterable[str]) -> set[str]:
+    """The definitions of a module that these names reach, as texts without docstrings, comments and layout."""
+    return {definition.text for definition in _reached(text, names)}
 
 
+@dataclass(frozen=True)
+class _Definition:
+    """What binds a name at the top of a module."""
+
+    name: str
+    statement: ast.stmt
+
+    @cached_property
+    def text(self) -> str:
+        """An import is the name of what it imports, which is compared where it stands."""
+        if isinstance(self.statement, ast.Import | ast.ImportFrom):
+            (imported,) = (one.name for one in self.statement.names if (one.asname or one.name) == self.name)
+            return f"import {imported.rpartition('.')[2]} as {self.name}"
+        for node in ast.walk(self.statement):
+            if _is_docstring(node):
+                node.value.value = ""  # pyright: ignore[reportAttributeAccessIssue]
+        return ast.dump(self.statement)
+
+    @cached_property
+    def names(self) -> Mapping[str, set[str]]:
+        """The names that it uses, with the attributes of each; a module that is started as a program has ""."""
+        names = defaultdict[str, set[str]](set)
+        for node in ast.walk(self.statement):
+            if isinstance(node, ast.Name):
+                names[node.id].update()
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names[node.value.id].add(node.attr)
+            elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
+                names[str(node.value)].add("")
+        return names
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _uses(text: str, name: str) -> Iterator[tuple[Path, str]]:
+    """The definitions of other files that one of a module uses: their files and names."""
+    reached = _reached(text, [name])
+    programs = {name for definition in reached for name, used in definition.names.items() if "" in used}
+    yield from ((source, "") for program in programs if (source := _source(program)))
+    for definition in reached:
+        statement = definition.statement
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        (imported,) = (alias.name for alias in statement.names if (alias.asname or alias.name) == definition.name)
+        module, names = getattr(statement, "module", None), {imported}
+        path = f"{module}.{imported}" if module else imported
+        if not module or _source(path):  # a module, of which attributes are used
+            module, names = path, set().union(*(one.names.get(definition.name, ()) for one in reached))
+        source = _source(module)
+        if source and module not in JUDGING:
+            yield from ((source, one) for one in names)
+
+
+def _reached(text: str, names: Iterable[str]) -> list[_Definition]:
+    """The definitions of a module that names need, and the statements that bind no name."""
+    definitions, pending, found = _definitions(text), ["", *names], dict[str, Sequence[_Definition]]()
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = definitions.get(name, ())
+            pending += [used for definition in found[name] for used in definition.names]
+    return [definition for of_name in found.values() for definition in of_name]
+
+
+@cache
+def _definitions(text: str) -> Mapping[str, Sequence[_Definition]]:
+    """The definitions of a module by name; by "" the statements that bind none, docstrings left out."""
+    found = defaultdict[str, list[_Definition]](list)
+    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for statement in ast.parse(text).body:
+        bound = set[str]()
+        for node in [statement] if isinstance(statement, blocks) else ast.walk(statement):
+            if isinstance(node, blocks):
+                bound.add(node.name)
+            elif isinstance(node, ast.alias):
+                bound.add(node.asname or node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        for name in bound or ([] if _is_docstring(statement) else [""]):
+            found[name].append(_Definition(name, statement))
+    return found
+
+
+@cache
 def _source(module: str) -> Path | None:
+    """The file of a module of the project; None for anything else."""
+    if module.partition(".")[0].split("_")[0] != PRODUCT:
+        return None
     try:
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, AttributeError):  # a name inside a module
@@ -116,6 +201,7 @@ def _source(module: str) -> Path | None:
     return Path(spec.origin).resolve() if is_file and spec and spec.origin else None
 
 
+@cache
 def _git(folder: Path, *words: str) -> str:
     """Return the output of git; "" if it fails."""
     command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *words]

@@ -93,4 +93,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(__name__, headline=("speed-up over the faster FP32", "loss gap", "memory ratio"))
+CLAIM = declared(__name__)

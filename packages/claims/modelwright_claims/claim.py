@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from modelwright.core.progress import Progress
 
@@ -108,11 +108,21 @@ class Claim:
 def declared(module: str, *, headline: Sequence[str] = (), quick_decides: bool = False, **texts: str) -> Claim:
     """Return the claim of a module: it has its file's name and is measured and judged by its functions.
 
-    texts: statement, source, published, compared and target; by default those of claims.toml.
+    texts: statement, source, published, compared and target; they and the headline are by default those of claims.toml.
     """
     own = vars(sys.modules[module])
     name = Path(own["__file__"]).stem  # a worker's module is called __main__
-    texts = texts or {text: form.format_map(own) for text, form in _TEXTS[name].items()}
+    if not texts:
+        forms = {key: form for key, form in _TEXTS[name].items() if key != "conditions"}
+        headline = [form.format_map(own) for form in forms.pop("headline", ())]
+        texts = {text: form.format_map(own) for text, form in forms.items()}
     return Claim(
         name=name, headline=headline, quick_decides=quick_decides, measure=own["measure"], judge=own["judge"], **texts
     )
+
+
+def described(module: str, **values: Any) -> dict[str, str]:
+    """Return the conditions of a module's claim that claims.toml words. values: what they name besides constants."""
+    own = vars(sys.modules[module])
+    forms = _TEXTS[Path(own["__file__"]).stem]["conditions"]
+    return {name: form.format_map({**own, **values}) for name, form in forms.items()}

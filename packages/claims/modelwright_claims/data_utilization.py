@@ -18,10 +18,9 @@ from modelwright.core.config import derive_seed
 from modelwright.data.clean.config import CleanConfig
 from modelwright.data.clean.steps.format import normalize
 from modelwright.data.clean.steps.noise import NoiseConfig
-from modelwright.data.sources.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.cleaning_scores import (
     FORMS,
     Result,
@@ -35,8 +34,8 @@ from modelwright_claims.cleaning_scores import (
 from modelwright_claims.experiment import Runner, Tuning, best_rate, best_value, tune, with_value
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import Estimate, estimate, ratios
-from modelwright_claims.training_run import Outcome, Run
-from modelwright_claims.workbench import VOCAB_SIZE, Size, store_text
+from modelwright_claims.training_run import Outcome
+from modelwright_claims.workbench import VOCAB_SIZE, Size, distinct_prose, store_text
 
 RAW, CLEANED, UNSPOILED = ARMS = ("raw", "cleaned", "never spoiled")
 BY_DEFAULT = ", default settings"
@@ -96,28 +95,22 @@ def measure(setting: Setting) -> Measurement:
     tuned = {arm: with_value(run, tuning.setting, best_value(of_arm)) for arm, of_arm in tried.items()}
     (reference,) = runners[RAW, TUNING_SEED].all([replace(tuned[RAW], seed=TUNING_SEED)])
     target = bench.target_of(reference, size.num_steps)
-    outcomes = {arm: [outcome_of(runners[arm, seed], tuned[arm], seed) for seed in seeds] for arm in ARMS}
+    outcomes = {arm: [runners[arm, seed].all([replace(tuned[arm], seed=seed)])[0] for seed in seeds] for arm in ARMS}
     results = [cleaned[seed].result for seed in seeds]
     by_default = [cleaned[seed].by_default for seed in seeds]
     return measurement(size, results, by_default, tried, outcomes, target)
-
-
-def outcome_of(runner: Runner, run: Run, seed: int) -> Outcome:
-    (outcome,) = runner.all([replace(run, seed=seed)])
-    return outcome
 
 
 def read_texts(*, most: int, fraction: float) -> Texts:
     """Read the prose of this machine; held-out modules give the held-out texts. most: texts of the corpus; fraction: of
     the modules.
     """
-    found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
-    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
-        text = normalize(document.text[:MOST_CHARS])
-        if document.kind == "prose" and len(text.split()) >= FEWEST_WORDS:
-            found[document.split][text] = None
-    train = random.Random(0).sample(list(found["train"]), len(found["train"]))
-    heldout = [text for text in found["heldout"] if text not in found["train"]]
+    found, heldout = distinct_prose(
+        fraction=fraction,
+        takes=lambda text: len(text.split()) >= FEWEST_WORDS,
+        change=lambda text: normalize(text[:MOST_CHARS]),
+    )
+    train = random.Random(0).sample(found, len(found))
     return Texts(
         corpus=train[NUM_TRUSTED : NUM_TRUSTED + most],
         trusted=train[:NUM_TRUSTED],
@@ -181,15 +174,11 @@ def measurement(
     return Measurement(
         samples=samples,
         conditions=size.describe()
+        | described(__name__)
         | {
-            "text": "prose of the interpreter's libraries, held out by module",
             "documents": results[0].documents,
             "spoiled": f"{SHARE:.0%} of the texts, in equal parts by form: {', '.join(FORMS)}",
-            "cleaning": f"default settings, and the step noise with {NUM_TRUSTED} trusted texts outside of the corpus; "
-            "beside it default settings alone, which leave that step off",
-            "junk": "made by generators from which the step noise learns, too, on other texts",
             "target": round(target, 4),
-            "schedule": "warmup over 5%, then constant",
             "runs that never reached the target": ", ".join(f"{arm} {n}" for arm, n in zip(ARMS, never, strict=True)),
         },
     )
@@ -226,4 +215,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(__name__, headline=("usable before", "usable after", "fewer steps"))
+CLAIM = declared(__name__)

@@ -295,11 +295,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        *(f"{kind}, below the recipe before" for kind in KINDS),
-        *(f"{kind}, {WHOLE}" for kind in KINDS),
-        "below nanoGPT",
-    ),
-)
+CLAIM = declared(__name__)

@@ -34,7 +34,7 @@ from modelwright.parallel.mesh import World
 from modelwright.pipeline.stages.distill import DistillConfig
 from modelwright.pipeline.stages.student import StudentConfig
 from modelwright.train.objective import Objective, forward
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, estimate, exact, paired_t_test
@@ -196,7 +196,7 @@ class Bench:
             name: [replace(with_value(run, "learning_rate", rates[name]), seed=seed) for seed in self.seeds]
             for name, run in arms.items()
         }
-        self.make(runner, [run for runs in final.values() for run in runs])
+        runner.keep([run for runs in final.values() for run in runs], at_once=self.at_once)
         batches = heldout_batches(self.setting, replace(teacher, heldout_batches=0))
         return Comparison(
             rates=rates,
@@ -217,11 +217,6 @@ class Bench:
         tuning = Tuning(values=rates, seeds=(seed,))
         found = tune(runner, variants, tuning, at_once=self.at_once)
         return {name: best_value(losses) for name, losses in found.items()}
-
-    def make(self, runner: Runner, runs: Sequence[Run]) -> None:
-        """Make those of the runs that are missing, with their last weights."""
-        missing = [run for run in runs if run not in runner.cache or not runner.weights(run).exists()]
-        runner.make(missing, keep=True, at_once=self.at_once)
 
     def shape_of(self, run: Run) -> ModelConfig:
         return run.model_config(prepare_text(self.setting).vocab_size)
@@ -382,39 +377,19 @@ def measurement(found: Comparison, bench: Bench) -> Measurement:
     size, settings = bench.teacher, DistillConfig(num_steps=bench.num_steps)
     return Measurement(
         samples=samples,
-        conditions={
-            "teacher": f"{found.num_parameters[0]} parameters, {size.num_layers} layers of width {size.model_dim}; one "
-            "for all seeds",
+        conditions=described(__name__, bench=bench, found=found, size=size)
+        | {
             "student": f"{found.num_parameters[1]} parameters: "
             + ", ".join(f"{name} {value}" for name, value in bench.shape.items()),
-            "batch": f"{size.batch_rows} rows of {size.seq_len} tokens",
             "steps": "; ".join(f"{name}: {steps}" for name, steps in found.num_steps.items()),
             "text": f"documents of at most {LONGEST} tokens of the interpreter's libraries, {SMALL_TEXT} tokens, "
             f"each of which the teacher reads {size.batch_tokens * size.num_steps / SMALL_TEXT:.1f} times; held out by "
             "module",
-            "new text": "the same comparison on text of which nothing is read twice, for the teacher in "
-            f"{bench.new_text_steps} steps; the target is asked of the small text, because data for a task is what "
-            "published students are short of; this was decided after a look at both on the validation split",
-            "score": "top-1 accuracy of the next token on held-out text above that of the best constant guess, the "
-            "most frequent token there; the product's multiple-choice questions are at chance for models of this size",
             "method": "the stage distill with its defaults, in a student that the stage student prunes by activations: "
             + "; ".join(f"{name} {list(getattr(settings, name))}" for name in ("hidden", "attention", "logits"))
             + f"; temperature {settings.temperature:g}, share of the labels {settings.label_share:g}",
-            "rivals": f"{LOGITS}: the same student, temperature and share of the labels, logits from the first step; "
-            f"{PRUNED}: the same student, without the teacher; {SCRATCH}: the same shape from random weights, without "
-            "the teacher",
-            "equal time": "steps of a rival in the method's time by the seconds of a step, the teacher's forward pass "
-            "included, rounded up to twentieths of the method's steps; seconds of runs that alternate and have the "
-            f"machine alone, the median of {bench.num_rounds} rounds; the teacher's own training, which pruning needs, "
-            "is in no arm's time",
             "rates tried": f"{', '.join(map(str, bench.rates))}; and beyond where the best was at an end",
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
-            "phases": "chosen on the validation split, as were temperature and share of the labels: with the "
-            "published ones (hidden states, attention, logits from 0, 0.25 and 0.5 of the training; temperature 2.5; "
-            "half labels) the method ended below labels alone there",
-            "tuning": "each arm in a run of full length on a seed and a held-out split of their own, by the loss of "
-            "the labels; the teacher, one for all students, on its own seed and that split, on new text in runs of "
-            f"1/{TEACHER_TUNING} of its length",
         },
     )
 
@@ -462,16 +437,7 @@ def share_of_teacher(samples: Samples, arm: str, text: str = "") -> Estimate:
     return estimate([(accuracy - guess) / (teacher - guess) for accuracy in samples[ACCURACY + arm + text]])
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        f"share of the teacher's score, {METHOD}",
-        f"share of the teacher's score, {METHOD}{NEW_TEXT}",
-        f"share of the teacher's score, {SCRATCH}",
-        f"accuracy above {SCRATCH}{IN_TIME}",
-        f"accuracy above {LOGITS}{IN_TIME}",
-    ),
-)
+CLAIM = declared(__name__)
 
 
 if __name__ == "__main__":

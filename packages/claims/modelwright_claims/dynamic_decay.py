@@ -24,8 +24,7 @@ STUDY = bench.Study(
 
 
 def measure(setting: Setting) -> Measurement:
-    size = bench.study_size(setting)
-    return bench.measurement(size, STUDY, bench.compare(setting, STUDY, size))
+    return bench.measure(setting, STUDY)
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:

@@ -280,6 +280,12 @@ class Runner:
     def outcome(self, run: Run) -> Outcome:
         return Outcome(**self.cache[run])
 
+    def keep(self, runs: Sequence[Run], *, at_once: int = 1) -> None:
+        """Make those of the runs that are missing, with their last weights."""
+        missing = [run for run in runs if run not in self.cache or not self.weights(run).exists()]
+        self.make_weights(missing, at_once=at_once)
+        self.make(missing, keep=True, at_once=at_once)
+
     def make_weights(self, runs: Sequence[Run], *, at_once: int = 1) -> None:
         """Make the weights that these runs start from, where they are missing."""
         bases = [run.start_from for run in runs if run.start_from is not None]

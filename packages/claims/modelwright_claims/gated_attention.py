@@ -35,7 +35,7 @@ from modelwright.model.head_selection import decisions_seen
 from modelwright.ops.microbenchmark import in_turn
 from modelwright.ops.tensor_heap import use_tensor_heap
 from modelwright.train.objective import forward
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, percent_above, ratios
@@ -122,10 +122,7 @@ class Bench:
             name: [of_seed(with_value(run, "learning_rate", rates[name]), seed) for seed in self.seeds]
             for name, run in arms.items()
         }
-        every = [run for runs in final.values() for run in runs]
-        missing = [run for run in every if run not in runner.cache or not runner.weights(run).exists()]
-        runner.make_weights(missing, at_once=self.at_once)
-        runner.make(missing, keep=True, at_once=self.at_once)
+        runner.keep([run for runs in final.values() for run in runs], at_once=self.at_once)
         costs = {name: [] for name in arms}
         decoding: list[Mapping[str, float]] = []
         for number in range(len(self.seeds)):
@@ -342,15 +339,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def describe_shape(size: Size, vocab_size: int) -> str:
-    """Return words for a result's conditions."""
-    shape: ModelConfig = Run(size=size, model=SHAPE).model_config(vocab_size)
-    return (
-        f"{shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, width {shape.model_dim}; as many "
-        "key/value heads, which favors the method: query heads that share one are chosen together"
-    )
-
-
 TARGET_LOSS, TARGET_TIME = 2.0, 0.70
 LOSS, FLOPS, TRAINING, DECODING = (
     "held-out loss, ",
@@ -387,26 +375,17 @@ def measurement(found: Comparison, size: Size) -> Measurement:
         samples[FLOPS + name] = [cost.flops for cost in costs]
         samples[TRAINING + name] = [cost.seconds for cost in costs]
     samples[OPEN_SHARE] = [cost.open_share for cost in found.costs[METHOD]]
+    shape: ModelConfig = Run(size=size, model=SHAPE).model_config(VOCAB_SIZE)
     if all(found.decoding):
         samples |= {DECODING + kind: [times[kind] for times in found.decoding] for kind in (OWN, OPEN, CLOSED)}
     return Measurement(
         samples=samples,
         conditions=size.describe()
+        | described(__name__, found=found, shape=shape)
         | {
-            "model": describe_shape(size, VOCAB_SIZE),
-            "method": f"a budget of {BUDGET:g} of the heads",
-            "rivals": f"{NUM_STATIC} of {NUM_HEADS} heads from the start; all heads for half of the steps, then the "
-            f"{NUM_STATIC} that contribute most; a window of {found.window} tokens in all but every fourth layer, the "
-            f"longest whose scores and sums of values take at most {BUDGET:g} of the FLOPs of those of all heads",
             "changed": CHANGED,
             "rates tried": ", ".join(map(str, RATES)) + "; and beyond where the best was at an end",
             "rates": "; ".join(f"{name}: {rate:g}" for name, rate in found.rates.items()),
-            "tuning": "each arm in a run of full length on a seed and a held-out split of their own; for pruned heads "
-            "the rate of their second half",
-            "FLOPs": "projections, scores, sums of values, routers and gates of a forward pass over held-out rows, by "
-            "what heads were open and what tokens see; no arm but those with fewer heads saves projections",
-            "time in training": "attention and routers of all layers, forward and backward, on held-out rows, without "
-            f"projections; one thread's own time, the least of {NUM_ROUNDS} alternated rounds",
             "time in decoding": f"steps of {STREAMS} streams with contexts of {size.seq_len - 1} held-out tokens; "
             "attention is what a step takes longer than one of the same model with all heads closed, and all heads are "
             "those of the same model with all of them open",
@@ -450,12 +429,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        "attention FLOPs with projections, dynamic to all heads",
-        "time of attention in training, dynamic to all heads",
-        "time of attention in decoding, dynamic to all heads",
-        "held-out loss above all heads",
-    ),
-)
+CLAIM = declared(__name__)

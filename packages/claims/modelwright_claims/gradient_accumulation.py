@@ -6,7 +6,6 @@ microbatches' mean losses. The cost of accumulation on the way to a fixed loss i
 """
 
 import math
-import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,11 +36,6 @@ PARTS = 4
 WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
 
 
-QUANTITIES = (("steps", ""), ("tokens", ""), ("time", "s"))
-"""Quantities that are counted until the loss is reached, with their units."""
-TARGET = "the fixed loss"
-
-
 def measure_pace(setting: Setting) -> Measurement:
     """Five paired seeds; in quick mode two, at one rate."""
     size = bench.study_size(setting)
@@ -51,20 +45,7 @@ def measure_pace(setting: Setting) -> Measurement:
         ACCUMULATED: bench.variant(size, {"gradient_accumulation_steps": PARTS}),
         SMALL: bench.variant(small, {}),
     }
-    result = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
-    samples: dict[str, list[float]] = {}
-    for arm, outcomes in result.samples.runs.items():
-        steps = result.steps(arm)
-        samples |= {
-            f"steps to a fixed loss, {arm}": steps,
-            f"tokens to a fixed loss, {arm}": [count * variants[arm].size.batch_tokens for count in steps],
-            f"time to a fixed loss, {arm}": [
-                count * outcome.step_s for count, outcome in zip(steps, outcomes, strict=True)
-            ],
-        }
-    rates = {arm: result.samples.tuned[arm].size.learning_rate for arm in variants}
-    conditions = {f"rate to a fixed loss, {arm}": rate for arm, rate in rates.items()}
-    return Measurement(samples=samples, conditions={**conditions, TARGET: round(result.target, 4)})
+    return bench.paces(bench.steps_to_a_loss(setting, variants, plain=WHOLE))
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
@@ -82,21 +63,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
         f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
     )
-    for arm in (WHOLE, ACCUMULATED, SMALL):
-        for what, unit in QUANTITIES:
-            judgment.show(samples, [f"{what} to a fixed loss, {arm}"], unit)
-    with judgment.beside():
-        means = {
-            (what, arm): statistics.fmean(samples[f"{what} to a fixed loss, {arm}"])
-            for what in ("steps", "time")
-            for arm in (WHOLE, ACCUMULATED, SMALL)
-        }
-        judgment.said.append(
-            f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
-            f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "
-            f"{means['time', ACCUMULATED]:.1f} s accumulated, {means['steps', SMALL]:.0f} and "
-            f"{means['time', SMALL]:.1f} s with batches of a {PARTS}th"
-        )
+    bench.show_paces(judgment, samples, conditions, (WHOLE, ACCUMULATED, SMALL))
     return judgment.verdict()
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from modelwright.core.config import ModelwrightError
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import Runner
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Compare, Estimate, percent_above, percent_saved
@@ -113,13 +113,9 @@ def measurement(runs: Sequence[Mapping[str, Any]], size: Size) -> Measurement:
     return Measurement(
         samples=samples,
         conditions=size.describe()
+        | described(__name__)
         | {
             "ranks": NUM_RANKS,
-            "bytes": "all that the first process sent over TCP, with headers, as the kernel counts it",
-            "rates": f"{RATE:g} from drawn weights for all; clip of exact out of four and rate out of three in one run "
-            "each, the method's at clip 0.5 out of two rates, on other seeds; the others at clip 1, not tuned",
-            "continued": "as many steps again on the same text in another order, warmup and cosine at "
-            f"{CONTINUED_RATE:g}, from the weights with which the exact run ended; optimizer states begin anew",
         },
     )
 

@@ -20,7 +20,7 @@ from modelwright.data.document import Document
 from modelwright.data.rows.examples import PromptRecord
 from modelwright.pipeline.run_config import read_run_config
 from modelwright_claims import product_runs
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import Answers, Asker, SeedJob, by_seed, make_run, shared_settings, write_documents
 from modelwright_claims.statistics import differences
@@ -59,18 +59,15 @@ def measure(setting: Setting) -> Measurement:
     sizes = runs[0].sizes
     return Measurement(
         samples={f"{ACCURACY}{arm}": [run.accuracies[arm] for run in runs] for arm in runs[0].accuracies},
-        conditions={
-            "recipe": "arithmetic",
+        conditions=described(__name__)
+        | {
             "seeds": ", ".join(map(str, seeds)),
             NUM_SAMPLES: sizes[NUM_SAMPLES],
             NUM_PROBLEMS: sizes[NUM_PROBLEMS],
             NUM_STEPS: sizes[NUM_STEPS],
             NUM_DISTINCT: ", ".join(str(run.sizes[NUM_DISTINCT]) for run in runs),
-            "accuracy": "greedy answers; the same problems are held out for all seeds",
             MAJORITY: "the most frequent of the answers drawn at temperature 1 by the model before GRPO",
             ANY: "an upper bound for choosing among the same answers, because it needs the solution",
-            "further fine-tuning": "with the recipe's settings of sft, from the model before GRPO; nothing was tuned "
-            "here for any arm",
         },
     )
 
@@ -166,7 +163,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         with judgment.part():
             gain = differences(samples[ACCURACY + GRPO], samples[ACCURACY + rival])
             limit = (">", 0.0) if rival in (BEFORE, DEMONSTRATIONS) else ()
-            judgment.ask(gain_over(rival), gain, "points", *limit, say=f"{{0.mean:+.1f}} points over {rival}")
+            figure, say = f"accuracy of GRPO over {rival}", f"{{0.mean:+.1f}} points over {rival}"
+            judgment.ask(figure, gain, "points", *limit, say=say)
             is_better = rival == VERIFIED and gain.upper < 0
             judgment.require(not is_better, f"{rival} is better by {-gain.mean:.1f} points")
     with judgment.beside():
@@ -177,8 +175,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-def gain_over(rival: str) -> str:
-    return f"accuracy of GRPO over {rival}"
-
-
-CLAIM = declared(__name__, headline=tuple(gain_over(rival) for rival in (BEFORE, DEMONSTRATIONS, VERIFIED, MAJORITY)))
+CLAIM = declared(__name__)

@@ -147,6 +147,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
-CLAIM = declared(
-    __name__, headline=("speed over one process, 2 workers", "loss above synchronous at equal time, hogwild, 2 workers")
-)
+CLAIM = declared(__name__)

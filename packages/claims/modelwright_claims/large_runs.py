@@ -38,18 +38,13 @@ def baseline_conditions() -> dict[str, str]:
     return {} if onednn_is_exact() else {NO_ONEDNN: "not compared: oneDNN has no exact FP32 products here"}
 
 
-def exact_baselines(samples: Samples, conditions: Conditions, prefix: str) -> list[str]:
-    """Return the arms of exact FP32 that were measured. Raises `Lacks` when oneDNN's was left out without a reason."""
-    if prefix + BY_ONEDNN in samples:
-        return [FP32, BY_ONEDNN]
-    if NO_ONEDNN not in conditions:
-        raise Lacks(f"samples {prefix + BY_ONEDNN!r}")
-    return [FP32]
-
-
 def fastest_exact(samples: Samples, conditions: Conditions, prefix: str) -> str:
-    """Return the arm of exact FP32 with the most tokens per second."""
-    arms = exact_baselines(samples, conditions, prefix)
+    """Return the arm of exact FP32 with the most tokens per second. Raises `Lacks` when oneDNN's was left out without a
+    reason.
+    """
+    if prefix + BY_ONEDNN not in samples and NO_ONEDNN not in conditions:
+        raise Lacks(f"samples {prefix + BY_ONEDNN!r}")
+    arms = [arm for arm in (FP32, BY_ONEDNN) if arm == FP32 or prefix + arm in samples]
     return max(arms, key=lambda arm: statistics.fmean(samples[prefix + arm]))
 
 

@@ -19,7 +19,7 @@ from modelwright.core.progress import Progress
 from modelwright_claims import published
 from modelwright_claims.age import ages
 from modelwright_claims.claim import Claim, Setting
-from modelwright_claims.page import render, render_claim
+from modelwright_claims.page import UNTESTED, render, render_claim, render_untested
 from modelwright_claims.promises import read_promises
 from modelwright_claims.results import (
     circumstances,
@@ -34,6 +34,7 @@ from modelwright_claims.results import (
 
 NAMES = (
     "gradient_accumulation",
+    "larger_batches",
     "warmup_cosine",
     "bf16_mixed",
     "precision_policies",
@@ -49,6 +50,7 @@ NAMES = (
     "hogwild",
     "efficiency_20x",
     "loss_scaling",
+    "scale_to_a_loss",
     "adaptive_clipping",
     "dynamic_decay",
     "sparse_updates",
@@ -158,7 +160,11 @@ def pages(results: Path, page: Path, *, aged: bool = True) -> dict[Path, str]:
     samples = Path(os.path.relpath(results, page.with_suffix(""))).as_posix()
     found = ages(CLAIMS, records) if aged else {}
     folder = page.with_suffix("")
-    texts = {page: render(CLAIMS, records, read_promises(), found, folder=folder.name)}
+    promises = read_promises()
+    texts = {
+        page: render(CLAIMS, records, promises, found, folder=folder.name),
+        folder / UNTESTED: render_untested(promises, page=page.name),
+    }
     for claim in CLAIMS:
         of_claim = [record for record in records if record["name"] == claim.name]
         texts[folder / f"{claim.name}.md"] = render_claim(claim, of_claim, found, page=page.name, samples=samples)

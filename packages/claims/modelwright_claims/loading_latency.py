@@ -21,7 +21,7 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.data.rows.cache.layout import ROWS_AT
 from modelwright.data.rows.pack import PackConfig, pack
 from modelwright_claims import loading_worker
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described, untestable
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import answer_of
 from modelwright_claims.loading_worker import AHEAD, CACHE, DIRECT, PACKAGES, PEERS, TIERS, Task
@@ -102,21 +102,14 @@ def measure(setting: Setting) -> Measurement:
                     setting.progress.note(f"round {number + 1} of {plan.rounds}, {side}: {describe(samples, side)}")
     return Measurement(
         samples={**samples, ALONE: [1000 * plan.compute_s]},
-        conditions={
+        conditions=described(__name__, plan=plan, task=task)
+        | {
             "store": f"S3-compatible, on this machine; {1000 * LATENCY_S:.0f} ms a request, "
             f"{BYTES_PER_S / 1e6:.0f} MB/s in all",
             "rows": f"{plan.num_batches * BATCH_ROWS} of {SEQ_LEN} uint16 tokens in shards of {SHARD_ROWS}",
-            "batches": f"{plan.num_batches} of {BATCH_ROWS} rows an epoch; every side shuffles by its own rule, and "
-            "every epoch had each row once",
             "step": f"{task.num_products} products of {loading_worker.MATRIX_DIM}x{loading_worker.MATRIX_DIM} matrices "
             f"on one thread, {1000 * plan.compute_s:.0f} ms where nothing else runs",
-            "kept locally": "room for all rows on the disk on every side; ours has a tenth of them in memory besides",
-            "a batch has": "tokens, labels, positions and segments; ours makes them in a thread of the training "
-            "process where it reads ahead, and in the training thread where it does not, peers in "
-            f"{task.num_workers} worker processes that stay for both epochs",
-            "settings of the peers": "defaults with shuffle; litData with its loader for tokens",
             "cores": num_usable_cores(),
-            "first batch of an epoch": "in no figure but its own",
             "peers that are not installed": ", ".join(one for one in PEERS if one not in interpreters.versions)
             or "none",
             **{f"version of {PACKAGES[side]}": version for side, version in interpreters.versions.items()},
@@ -250,11 +243,4 @@ def _environment(endpoint: str, *, is_ours: bool) -> dict[str, str]:
     }
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        *(f"times lower p99, {epoch}" for epoch in EPOCHS),
-        *(f"{P99}{arm}" for arm in (*arm_names(AHEAD), *arm_names(CACHE))),
-        *(f"time of a step to that of {peer}, {FIRST}" for peer in PEERS),
-    ),
-)
+CLAIM = declared(__name__)

@@ -21,7 +21,7 @@ from modelwright.core.records import column, read_records
 from modelwright.data.document import Document
 from modelwright.data.sources.corpora import arithmetic_problems
 from modelwright_claims import product_runs
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import best_rate, best_value, tune_grids
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import (
@@ -198,19 +198,15 @@ def measure(setting: Setting) -> Measurement:
         samples |= {f"rates, {arm}": list(tuned[arm]), f"tuning, {arm}": list(tuned[arm].values())}
     return Measurement(
         samples=samples,
-        conditions={
-            "recipe": "arithmetic up to sft on right and wrong demonstrations, then dpo on pairs of the two",
+        conditions=described(__name__)
+        | {
             "seeds": ", ".join(map(str, bench.seeds)),
             "steps of DPO": bench.num_steps,
             NUM_PAIRS: int(found[FULL][0][NUM_PAIRS]),
-            "rates": f"tuned for each arm by held-out loss, on seed {TUNING_SEED} and pairs that are not reported",
-            "problems": f"{product_runs.SPLITS}; a sum in either order is one problem",
             "LoRA": f"rank {RANK}, alpha {2 * RANK}, all projections",
             "memory and pace": f"a model of {WIDE['num_layers']} layers of {WIDE['model_dim']} after one step of "
             f"training, {WIDE_BATCH} tokens a step in four microbatches, {torch.get_num_threads()} threads, arms in "
             f"turn, median of {NUM_TIMED_STEPS} steps",
-            "peak": "resident memory of the stage dpo above that of the stage pack in the same process, with the "
-            "reference model, the last checkpoint and, of LoRA, merging",
             "instruction set": torch.backends.cpu.get_cpu_capability(),
         },
     )
@@ -328,4 +324,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(__name__, headline=(GAP, MEMORY, SPEED))
+CLAIM = declared(__name__)

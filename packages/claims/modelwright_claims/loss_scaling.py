@@ -51,16 +51,17 @@ PROJECTIONS = 7
 """Projections of a block."""
 
 
-def _fp16(**scale: Any) -> dict[str, Any]:
+def fp16(**scale: Any) -> dict[str, Any]:
+    """Return the settings of FP16 with a loss scale."""
     return {"policy": "fp16_mixed", "eval_dtype": "fp32", "loss_scale": {"max_scale": 2.0**40, **scale}}
 
 
 ARMS: dict[str, dict[str, Any]] = {
-    NONE: _fp16(enabled="never"),
-    FITS[0]: _fp16(dynamic=False),
-    STATIC: _fp16(dynamic=False, init_scale=TOO_LARGE),
-    FITS[1]: _fp16(growth_interval=WINDOW),
-    DYNAMIC: _fp16(init_scale=TOO_LARGE, growth_interval=WINDOW),
+    NONE: fp16(enabled="never"),
+    FITS[0]: fp16(dynamic=False),
+    STATIC: fp16(dynamic=False, init_scale=TOO_LARGE),
+    FITS[1]: fp16(growth_interval=WINDOW),
+    DYNAMIC: fp16(init_scale=TOO_LARGE, growth_interval=WINDOW),
     FP32: {"policy": "fp32"},
 }
 

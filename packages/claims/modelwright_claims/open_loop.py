@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -218,16 +217,6 @@ async def run_load(load: Load) -> LoadResult:
     await (run.open_loop() if load.rate else run.closed_loop())
     await run.connections.close()
     return run.result()
-
-
-def run_elsewhere(load: Load) -> LoadResult:
-    """Run the load from a separate process."""
-    command = [sys.executable, "-m", "modelwright_claims.open_loop"]
-    text = json.dumps(dataclasses.asdict(load))
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the load generator has failed: {done.stderr[-2000:]}")
-    return LoadResult(**json.loads(done.stdout))
 
 
 def main() -> None:

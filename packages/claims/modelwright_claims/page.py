@@ -2,40 +2,38 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 from modelwright_claims.age import Age, Ages
 from modelwright_claims.claim import Claim
-from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, Answer, Promise, answer, claims_named
+from modelwright_claims.promises import CAUSES, Promise, answer
 from modelwright_claims.results import FIGURES, FILE, answers_present_claim, is_dirty, is_loaded, newest, shown_kind
 
 HEADER = """# Claims
 
 The guides promise {num_promises} figures and directions. Where they stand by our own measurements: {counts}.
-`modelwright prove --judge` writes it from `benchmarks/results/*.json`; do not edit it, nor the records.
 
-- **Holds**: the claim is met, and the figures reach the promise by their bounds. **In part**: the figures reach it, and
-  the claim asks for more or its record has a reservation, which is named. **Does not hold here**: the technique does
-  not give it, the experiment cannot show it, or the size of model or machine forbids it. **Not judged**: the record
-  lacks what the present rule asks for, and an old verdict is none.
-- A figure is a mean over paired repeats with one-sided 95% confidence bounds in brackets. "At most x" holds only if
-  the upper bound does. Counts of bytes and FLOPs are exact. A target is set before measuring; *met then* and *short
-  then* are verdicts on an earlier comparison, and *met then* only stands while the old samples meet the present rule.
-- The name of a claim leads to its samples, command and machine. The last column is the age of the measurement, with
-  *load* or *edits* where the machine was busy or the sources differed from a commit, *code* where they changed since.
+A figure is a mean over paired repeats with one-sided 95% bounds in brackets. A promise **holds** if its claim is met
+and the bounds reach it, **in part** if they reach it and the claim asks for more or its record has a reservation.
+*Then* marks a verdict on an earlier comparison or target. A claim's name leads to its samples, command and machine. The
+age has *load* or *edits* where the machine was busy or the sources differed from a commit, and *code* where measured
+definitions have changed since.
 """
 _FILES_SHOWN = 4
-TITLES = {
-    ("holds", ""): "Holds",
-    ("holds in part", ""): "Holds in part",
-    **{("does not hold here", cause): f"Does not hold here ({cause})" for cause in CAUSES},
-    ("not judged", ""): "Not judged: to be measured again",
-    ("cannot be tested here", "machine"): "Cannot be tested here",
-    ("cannot be tested here", "unmeasured"): "Not measured yet",
-}
+UNTESTED = "untested.md"
+"""The page of the promises that no claim tests, in the folder of the claims' pages."""
+GROUPS = (
+    "holds",
+    "holds in part",
+    *(f"does not hold here ({cause})" for cause in CAUSES),
+    "not judged",
+    "not measured yet",
+    "cannot be tested here",
+)
+BEYOND = "beyond the guides"
 
 
 def render(
@@ -46,42 +44,62 @@ def render(
     *,
     folder: str = "claims",
 ) -> str:
-    """Return the page as Markdown: the promises by where they stand, and the claims that no guide asks for.
+    """Return the page as Markdown: one table of the promises by where they stand, and of the claims that no guide asks
+    for. A row has the number of the promise, the figures here, the claim with its verdict, a reason and an age.
 
     records: from `results.judged_for_page`; ages: of those records whose age is known; folder: of the claims' pages.
     """
     known = {claim.name: claim for claim in claims}
     linked = set[str]()
 
-    def link(name: str) -> str:
-        anchor = "" if name in linked else f'<a id="{name}"></a>'
-        linked.add(name)
-        return f"{anchor}[{name}]({folder}/{name}.md)"
+    def row(
+        number: int | str, text: str, figures: Iterable[str], claim: str, why: str, record: Mapping[str, Any] | None
+    ) -> str:
+        name = f"[no claim]({folder}/{UNTESTED}#promise-{number})"
+        if claim:
+            anchor = "" if claim in linked else f'<a id="{claim}"></a>'
+            kind = f": {shown_kind(known[claim], record)}" if record else ": not measured yet"
+            name = f"{anchor}[{claim}]({folder}/{claim}.md){kind}"
+            linked.add(claim)
+        cells = (str(number), text, "; ".join(figures), name, why, _age_cell(record, ages))
+        return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
-    answers = [answer(promise, records) for promise in promises]
-    groups = [_group(promise, found) for promise, found in zip(promises, answers, strict=True)]
-    shares = [f"{title[0].lower()}{title[1:]} {groups.count(group)}" for group, title in TITLES.items()]
-    lines = [_wrapped(HEADER.format(num_promises=len(promises), counts="; ".join(shares)))]
-    for group, title in TITLES.items():
-        rows = [
-            _promise_row(number, promise, found, known, ages, link)
-            for number, (promise, found) in enumerate(zip(promises, answers, strict=True), start=1)
-            if groups[number - 1] == group
-        ]
-        if rows:
+    groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+    for number, promise in enumerate(promises, start=1):
+        found = answer(promise, records)
+        cause = f" ({promise.cause})" if found.standing == "does not hold here" else ""
+        shown = map(show, found.shown.values())
+        groups[found.standing + cause].append(
+            row(number, promise.text, shown, promise.claim, promise.why, found.record)
+        )
+    counts = "; ".join(f"{group} {len(rows)}" for group, rows in groups.items())
+    header = HEADER.format(num_promises=len(promises), counts=counts)
+    lines = [textwrap.fill(line, 120) if len(line) > 120 else line for line in header.splitlines()]
+    groups[BEYOND] = []
+    named = {promise.claim for promise in promises}
+    for claim in claims:
+        if claim.name not in named:
+            record = newest([one for one in records if one["name"] == claim.name])
+            figures = headline(claim, record) if record else {}
+            shown = [f"{name} {show(figure)}" for name, figure in list(figures.items())[:2]]
+            groups[BEYOND].append(row("", claim.published, shown, claim.name, "", record))
+    lines += ["", "| | promised | here | claim and verdict | why, or but | age |", "|" + " --- |" * 6]
+    for group, rows in groups.items():
+        lines += [f"| | **{group[0].upper()}{group[1:]}** | | | | |", *rows] if rows else []
+    return "\n".join(lines) + "\n"
+
+
+def render_untested(promises: Sequence[Promise], *, page: str = "claims.md") -> str:
+    """Return the page of the promises that no claim tests: where each was made, and why there are no samples."""
+    lines = ["# Promises without a claim", "", f"There are no samples of these. All promises: [{page}](../{page})."]
+    for number, promise in enumerate(promises, start=1):
+        if not promise.claim:
+            reason = "Cannot be tested here, because" if promise.cause == "machine" else "Not measured yet:"
             lines += [
-                f"## {title}",
                 "",
-                "| | promised | here | why, or but | claim | age |",
-                "|" + " --- |" * 6,
-                *rows,
-                "",
+                f'<a id="promise-{number}"></a>**{promise.text}** (guide {promise.guide}). {reason} {promise.why}.',
             ]
-    rest = [claim for claim in claims if claim.name not in set(claims_named(promises))]
-    if rest:
-        lines += ["## Beyond the guides", "", "| claim | published | here | verdict | age |", "|" + " --- |" * 5]
-        lines += [_claim_row(claim, records, ages, link) for claim in rest]
-    return "\n".join(lines).rstrip("\n") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def render_claim(
@@ -146,34 +164,6 @@ def machine_words(machine: Mapping[str, Any]) -> str:
     return machine.get("accelerator", f"{processor}, {machine['cores']} cores, {machine['instruction_set']}")
 
 
-def _group(promise: Promise, found: Answer) -> tuple[str, str]:
-    if found.standing.startswith(("holds", "not judged")):
-        return found.standing, ""
-    if found.standing == "does not hold here":
-        return found.standing, promise.cause
-    return found.standing, promise.cause if promise.cause in NO_CLAIM_CAUSES else NO_CLAIM_CAUSES[0]
-
-
-def _promise_row(
-    number: int, promise: Promise, found: Answer, claims: Mapping[str, Claim], ages: Ages, link: Callable[[str], str]
-) -> str:
-    here = "; ".join(show(figure) for figure in found.shown.values())
-    claim, age = "", ""
-    if promise.claim:
-        verdict = f": {shown_kind(claims[promise.claim], found.record)}" if found.record else ""
-        claim, age = f"{link(promise.claim)}{verdict}", _age_cell(found.record, ages)
-    return f"| {number} | {promise.text} | {here} | {promise.why} | {claim} | {age} |"
-
-
-def _claim_row(claim: Claim, records: Sequence[Mapping[str, Any]], ages: Ages, link: Callable[[str], str]) -> str:
-    record = newest([one for one in records if one["name"] == claim.name])
-    if record is None:
-        return f"| {link(claim.name)} | {claim.published} | not measured yet | | |"
-    here = "; ".join(f"{name} {show(figure)}" for name, figure in list(headline(claim, record).items())[:2])
-    kind = shown_kind(claim, record)
-    return f"| {link(claim.name)} | {claim.published} | {here} | {kind} | {_age_cell(record, ages)} |"
-
-
 def _age_cell(record: Mapping[str, Any] | None, ages: Ages) -> str:
     if record is None:
         return ""
@@ -181,12 +171,6 @@ def _age_cell(record: Mapping[str, Any] | None, ages: Ages) -> str:
     if age := _age(record, ages):
         marks += [f"{age.num_commits} commits", *(["code"] if age.changed else [])]
     return ", ".join([record["date"], *marks])
-
-
-def _wrapped(header: str) -> str:
-    """Break the one paragraph of the header whose length depends on the counts."""
-    lines = header.splitlines(keepends=True)
-    return "".join(textwrap.fill(line, 120) + "\n" if len(line) > 121 else line for line in lines)
 
 
 def _age(record: Mapping[str, Any], ages: Ages) -> Age | None:

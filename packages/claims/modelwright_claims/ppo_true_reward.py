@@ -23,7 +23,7 @@ from modelwright.objectives.rollouts import win_rates
 from modelwright.parallel.mesh import single
 from modelwright.train.frozen_model import FrozenModel
 from modelwright_claims import product_runs
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.judging import Judgment
 from modelwright_claims.product_runs import (
     Answers,
@@ -137,15 +137,11 @@ def measurement(seeds: Sequence[int], num_updates: int, runs: Sequence[Mapping[s
     """runs: the figures of each seed."""
     return Measurement(
         samples={name: [run[name] for run in runs] for name in runs[0] if name != NUM_PROMPTS},
-        conditions={
-            "recipe": "preference",
+        conditions=described(__name__)
+        | {
             "seeds": ", ".join(map(str, seeds)),
             "updates of PPO": num_updates,
-            "number of updates": "chosen from one run with seed 1, which is not reported; the recipe has 320",
             "held-out prompts": int(runs[0][NUM_PROMPTS]),
-            "answers": f"{NUM_ANSWERS} to each prompt, drawn at temperature 1; the same random numbers for both models",
-            "best of n": "of the first n of these answers by the reward model that PPO learns from; its KL is at most "
-            "log n - (n - 1) / n",
             "pairs": product_runs.SPLITS,
         },
     )
@@ -181,6 +177,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__, headline=(GAIN, *(f"true reward of PPO over {best_of(number)}" for number in BEST_OF), KL, ACCURACY)
-)
+CLAIM = declared(__name__)

@@ -5,7 +5,7 @@
 
 import importlib.resources
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ from modelwright_claims.claim import UNTESTABLE
 from modelwright_claims.judging import RELATIONS
 from modelwright_claims.results import FIGURES, answered_today, newest
 
-Standing = Literal["holds", "holds in part", "does not hold here", "not judged", "cannot be tested here"]
+Standing = Literal[
+    "holds", "holds in part", "does not hold here", "not judged", "not measured yet", "cannot be tested here"
+]
 CAUSES = ("technique", "experiment", "size")
 """Why a promise does not hold here."""
 NO_CLAIM_CAUSES = ("machine", "unmeasured")
@@ -59,6 +61,8 @@ def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
     and nothing in it misses a limit.
     """
     record = newest([record for record in records if record["name"] == promise.claim])
+    if record is None and (promise.claim or promise.cause == "unmeasured"):
+        return Answer(standing="not measured yet", shown={}, record=None)
     if record is None or record["kind"] == UNTESTABLE:
         return Answer(standing="cannot be tested here", shown={}, record=record)
     figures = record[FIGURES]
@@ -83,11 +87,6 @@ def reaches(figure: Mapping[str, Any] | None, relation: str, limit: float) -> bo
     bound = figure.get("lower" if relation.startswith(">") else "upper", figure["value"])
     holds = RELATIONS[relation](bound, limit)
     return holds if not holds or "lower" in figure or figure.get("exact") else None
-
-
-def claims_named(promises: Sequence[Promise]) -> Iterator[str]:
-    """The claims that promises name, each once, in their order."""
-    yield from dict.fromkeys(promise.claim for promise in promises if promise.claim)
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -31,7 +31,8 @@ from modelwright.pipeline.stages.init import save_model_folder
 from modelwright.recipes.load import recipe
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, untestable
 from modelwright_claims.judging import Judgment, names_between
-from modelwright_claims.open_loop import Load, LoadResult, most_missing, run_elsewhere
+from modelwright_claims.launch import answer_of
+from modelwright_claims.open_loop import Load, LoadResult, most_missing
 from modelwright_claims.statistics import estimate, ratios
 
 START_TIMEOUT_S = 180.0
@@ -242,6 +243,12 @@ QUICK = Plan(
     rounds=1, trial_s=1.5, min_requests=10, overload_s=2, saturation_s=1,
     corpus_fraction=0.05, sides=(NAIVE, INT8),
 )  # fmt: skip
+
+
+def run_elsewhere(load: Load) -> LoadResult:
+    """Run the load from a separate process."""
+    command = [sys.executable, "-m", "modelwright_claims.open_loop"]
+    return LoadResult(**answer_of(command, "the load generator", text=json.dumps(dataclasses.asdict(load))))
 
 
 class Bench:
@@ -458,12 +465,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        "times the naive rate, INT8",
-        f"{RATE}{NAIVE}{USUAL}",
-        f"{RATE}{INT8}{USUAL}",
-        "overload: p99 of accepted answers, times that at the largest rate",
-    ),
-)
+CLAIM = declared(__name__)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from modelwright_claims.batches import Mixture
-from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described
 from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.statistics import Estimate, differences, estimate, percent_above, ratios
@@ -229,23 +229,16 @@ def measurement(
     return Measurement(
         samples=samples,
         conditions=size.describe()
+        | described(__name__)
         | {
             "regimes": f"{UPDATE}: {SHARE_OF_CODE[UPDATE]:.0%} code, which is new, {garbage:.0%} garbage (half of it "
             "prose whose tokens are in no order, half tokens drawn evenly), the rest prose from the training that the "
             f"model comes from ({before.num_steps} steps); {CLEAN}: {SHARE_OF_CODE[CLEAN]:.0%} code, the rest prose",
-            "method": "a third of the rows, none that the first weights predict worse than a guess; a quarter drawn",
             "rates tried": "; ".join(f"{regime}: {', '.join(map(str, RATES[regime]))}" for regime in outcomes)
             + "; and beyond where the best was at an end",
             "rates": "; ".join(
                 f"{regime}, {name}: {rate:g}" for regime, one in outcomes.items() for name, rate in one.rates.items()
             ),
-            "tuning": "each arm in a run of full length on a seed and a held-out split of their own, by the loss of "
-            "both texts in their proportion in the stream",
-            "baselines": f"as many steps as {TARGET_FLOPS:g} of the dense run's executed FLOPs pay for, or as take the "
-            "method's time, rounded up to twentieths of the dense run's",
-            "FLOPs": "counted where products run, the looks at rows included",
-            "runs": "those that an earlier call of the same sources on this machine had finished were not made again",
-            "time": f"{NUM_ROUNDS} alternated runs of {NUM_TIMED_STEPS} steps by one process of one thread, medians",
         },
     )
 
@@ -337,12 +330,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__,
-    headline=(
-        "executed FLOPs, method to dense",
-        "time of a step, method to dense",
-        "held-out loss above dense",
-        "loss of both texts above dense",
-    ),
-)
+CLAIM = declared(__name__)

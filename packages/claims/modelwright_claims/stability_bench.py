@@ -13,10 +13,10 @@ from typing import Any
 from modelwright_claims import experiment, workbench
 from modelwright_claims.batches import Wild
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict
-from modelwright_claims.experiment import Experiment, Runner, Tuning, best_rate, run_experiment
+from modelwright_claims.experiment import Execute, Experiment, Runner, Tuning, best_rate, run_experiment
 from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
-from modelwright_claims.training_run import Outcome, Run
+from modelwright_claims.training_run import Outcome, Run, execute
 
 NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2
@@ -26,6 +26,8 @@ FIRST_SEED = 3001
 CONSTANT = {"kind": "constant", "warmup_fraction": 0.05}
 """Under a rate that falls to zero a loss is reached when the schedule wants it."""
 FAR_PART = 0.75
+FIXED = "to a fixed loss, "
+TARGET = "the fixed loss"
 RATES = (5e-4, 1e-3, 2e-3, 6e-3)
 """What every arm chooses from at first."""
 
@@ -64,13 +66,13 @@ def study_size(setting: Setting) -> workbench.Size:
     return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=25 if setting.quick else 500)
 
 
-def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
+def measure(setting: Setting, study: Study) -> Measurement:
     """Compare the arms in all regimes."""
-    result = {}
+    size, found = study_size(setting), dict[str, Comparison]()
     for regime, wild in study.regimes.items():
         variants = {arm: variant(size, settings, wild) for arm, settings in study.arms.items()}
-        result[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
-    return result
+        found[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
+    return measurement(size, study, found)
 
 
 def variant(size: workbench.Size, settings: Mapping[str, Any], wild: Wild | None = None) -> Run:
@@ -79,18 +81,78 @@ def variant(size: workbench.Size, settings: Mapping[str, Any], wild: Wild | None
     return Run(size=size, settings={**shared, **settings}, wild=wild, heldout_batches=HELDOUT_BATCHES)
 
 
-def steps_to_a_loss(setting: Setting, variants: Mapping[str, Run], *, plain: str) -> Comparison:
-    """Tune each variant, run paired seeds, and fix the target. In quick mode at one rate and on two seeds."""
+def steps_to_a_loss(
+    setting: Setting, variants: Mapping[str, Run], *, plain: str, execute: Execute = execute
+) -> Comparison:
+    """Tune each variant, run paired seeds, and fix the target. In quick mode at one rate and on two seeds.
+
+    execute: makes a single run.
+    """
     tuning = Tuning(values=RATES[2:3] if setting.quick else RATES, seeds=(TUNING_SEED,))
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
-    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning))
-    (reference,) = Runner(setting).all([replace(samples.tuned[plain], seed=TUNING_SEED)])
+    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning), execute)
+    (reference,) = Runner(setting, execute).all([replace(samples.tuned[plain], seed=TUNING_SEED)])
     return Comparison(target=target_of(reference, samples.tuned[plain].size.num_steps), samples=samples)
 
 
 def target_of(reference: Outcome, num_steps: int) -> float:
     """Return the lowest loss of a run in the first part of its steps."""
     return min(loss for step, loss in reference.curve if step <= FAR_PART * num_steps and math.isfinite(loss))
+
+
+def paces(found: Comparison) -> Measurement:
+    """Return steps, tokens and time to the target by arm, and what each arm was tuned to."""
+    samples: dict[str, Sequence[float]] = {}
+    conditions: dict[str, str | int | float | bool] = {TARGET: round(found.target, 4)}
+    for arm, outcomes in found.samples.runs.items():
+        steps, size = found.steps(arm), found.samples.tuned[arm].size
+        samples |= {
+            f"steps {FIXED}{arm}": steps,
+            f"tokens {FIXED}{arm}": [count * size.batch_tokens for count in steps],
+            f"time {FIXED}{arm}": [count * outcome.step_s for count, outcome in zip(steps, outcomes, strict=True)],
+            f"rates, {arm}": list(found.samples.tuning[arm]),
+            f"tuning, {arm}": list(found.samples.tuning[arm].values()),
+        }
+        conditions[f"most steps, {arm}"] = size.num_steps
+    return Measurement(samples=samples, conditions=conditions)
+
+
+def show_paces(judgment: Judgment, samples: Samples, conditions: Conditions, arms: Sequence[str]) -> None:
+    """Add what the arms needed to reach the loss, which no target speaks of, and say it."""
+    units = {"steps": "", "tokens": "", "time": "s"}
+    for arm in arms:
+        for what, unit in units.items():
+            judgment.show(samples, [f"{what} {FIXED}{arm}"], unit)
+    with judgment.beside():
+        means = [[statistics.fmean(samples[f"{what} {FIXED}{arm}"]) for what in ("steps", "time")] for arm in arms]
+        needed = [f"{steps:.0f} steps and {time:.1f} s, {arm}" for arm, (steps, time) in zip(arms, means, strict=True)]
+        judgment.said.append(f"to a held-out loss of {conditions[TARGET]:.2f}: {'; '.join(needed)}")
+        judgment.figures.update({f"best rate, {arm}": best_rate(samples, arm) for arm in arms})
+
+
+def judge_paces(main: str, rivals: Sequence[str], gain: float, samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the main arm always reaches the loss, and in less time than each rival by a factor of `gain`.
+
+    A rival's run that never reached it counts as all of its steps.
+    """
+    judgment = Judgment()
+    for rival in rivals:
+        for what in ("time", "steps"):
+            arms = (rival, main)
+            fewer = "less time than" if what == "time" else "fewer steps than"
+            judgment.ask(
+                f"{fewer} {rival}",
+                lambda what=what, arms=arms: ratios(*(samples[f"{what} {FIXED}{arm}"] for arm in arms)),
+                "x",
+                ">=" if what == "time" else "",
+                gain,
+            )
+    with judgment.part():
+        most = float(conditions[f"most steps, {main}"])
+        never = sum(count >= most for count in samples[f"steps {FIXED}{main}"])
+        judgment.require(not never, f"{never} runs of {main} never reached the loss")
+    show_paces(judgment, samples, conditions, [main, *rivals])
+    return judgment.verdict()
 
 
 def measurement(size: workbench.Size, study: Study, found: Mapping[str, Comparison]) -> Measurement:

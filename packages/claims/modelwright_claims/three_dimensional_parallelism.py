@@ -107,6 +107,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
-CLAIM = declared(
-    __name__, headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor")
-)
+CLAIM = declared(__name__)

@@ -88,6 +88,4 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     return judgment.verdict()
 
 
-CLAIM = declared(
-    __name__, headline=("difference of held-out losses, short runs", "difference of held-out losses, long runs")
-)
+CLAIM = declared(__name__)

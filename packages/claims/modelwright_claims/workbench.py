@@ -5,7 +5,7 @@ The text is documentation and code of this interpreter's own libraries, split by
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -148,6 +148,20 @@ def read_text(*, fraction: float, vocab_size: int, heldout_bytes: int) -> dict[T
             test=encode(heldout[1::2]),
         )
     return result
+
+
+def distinct_prose(
+    *, fraction: float, takes: Callable[[str], bool], change: Callable[[str], str] = str
+) -> tuple[list[str], list[str]]:
+    """Return the distinct prose of a share of the interpreter's modules that is taken after a change: what is there to
+    train on, and what is held out and not among it.
+    """
+    found: dict[str, dict[str, None]] = {"train": {}, "heldout": {}}
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+        text = change(document.text)
+        if document.kind == "prose" and takes(text):
+            found[document.split][text] = None
+    return list(found["train"]), [text for text in found["heldout"] if text not in found["train"]]
 
 
 def store_text(folder: Path, texts: Mapping[Split, Sequence[str]], tokenizer: Tokenizer) -> None:

@@ -152,7 +152,7 @@ def test_texts_of_the_corpus_are_neither_trusted_nor_held_out(monkeypatch: pytes
             split = "heldout" if number % 10 == 0 else "train"
             yield Document(id=str(number), text=text, kind="prose", split=split, source="text")
 
-    monkeypatch.setattr(data_utilization, "machine_corpus", corpus)
+    monkeypatch.setattr(workbench, "machine_corpus", corpus)
     texts = data_utilization.read_texts(most=200, fraction=1.0)
     parts = [set(part) for part in (texts.corpus, texts.trusted, texts.validation, texts.test)]
     assert list(map(len, parts)) == [200, 600, 50, 50]

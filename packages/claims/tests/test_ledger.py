@@ -1,7 +1,10 @@
+import importlib
 import json
 import os
 import re
+import string
 import subprocess
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +101,29 @@ def test_every_claim_says_what_it_says():
         assert all((claim.source, claim.published, claim.compared, claim.target))
 
 
+def test_words_of_conditions_name_constants_or_what_is_given_with_them():
+    """A name that is neither would end a measurement after its last run."""
+    texts = tomllib.loads((ROOT / "packages/claims/modelwright_claims/claims.toml").read_text(encoding="utf-8"))
+    checked = 0
+    for name, conditions in ((name, text["conditions"]) for name, text in texts.items() if "conditions" in text):
+        module = importlib.import_module(f"modelwright_claims.{name}")
+        (call,) = re.findall(r"described\(__name__(.*?)\)", Path(module.__file__ or "").read_text(encoding="utf-8"))
+        given = set(re.findall(r", (\w+)=", call))
+        roots = {
+            re.split(r"[.\[]", field)[0]
+            for form in conditions.values()
+            for _, field, _, _ in string.Formatter().parse(form)
+            if field is not None
+        }
+        assert given <= roots <= given | set(vars(module)), name
+        known = {one: vars(module)[one] for one in roots - given}
+        for form in conditions.values():
+            if not given & {re.split(r"[.\[]", field)[0] for _, field, _, _ in string.Formatter().parse(form) if field}:
+                assert form.format_map(known)
+                checked += 1
+    assert checked > 40
+
+
 def test_selection_by_name():
     assert select([]) == list(CLAIMS)
     assert [claim.name for claim in select(["packing"])] == ["packing"]
@@ -145,7 +171,7 @@ def test_a_quick_measurement_is_a_verdict_only_where_size_does_not_matter():
 def test_a_quick_measurement_is_no_verdict():
     quick = record_of(EASY, quick=True)
     assert (quick["kind"], quick["reason"]) == ("quick, not a verdict", "the rule gives met: as expected")
-    assert "| quick, not a verdict |" in row_of(overview(EASY, quick))
+    assert ": quick, not a verdict |" in row_of(overview(EASY, quick))
     elsewhere = measured(EASY, untestable("no network"), quick=True, wall_s=1.0, around=circumstances() | QUIET)
     assert elsewhere["kind"] == "cannot be tested here"
 
@@ -164,8 +190,8 @@ def row_of(page: str) -> str:
 def test_the_pages_put_the_published_figure_beside_ours():
     record = record_of()
     row = row_of(overview(CLAIM, record))
-    assert row.startswith('| <a id="doubling"></a>[doubling](claims/doubling.md) | 2x | speed-up 1.5 ')
-    assert f"| short | {record['date']} |" in row
+    assert row.startswith("| | 2x | speed-up 1.5 ")
+    assert f'| <a id="doubling"></a>[doubling](claims/doubling.md): short | | {record["date"]} |' in row
     page = page_of(CLAIM, record)
     assert "A. Author 2020" in page
     assert "**Short**: speed 1.5x (lower bound" in page
@@ -194,7 +220,7 @@ def test_a_verdict_on_another_claim_is_met_then_or_short_then_and_never_bold(tex
         assert f"\n*{kind.capitalize()} then*: " in page
         assert f"- {text.capitalize()}, when this was measured: {getattr(claim, text)}\n" in page
         assert f"**{kind}" not in page.lower()
-        assert f"| {kind} then |" in row_of(overview(later, record))
+        assert f": {kind} then |" in row_of(overview(later, record))
 
 
 def test_a_measurement_at_high_load_or_with_uncommitted_changes_is_marked():
@@ -277,7 +303,7 @@ def test_a_record_that_lacks_samples_is_not_judged_and_keeps_its_figures():
     assert all_figures(after) == before["figures"]
     assert again(EASY, after) == after
     assert "| memory | 3 MiB |" in page_of(EASY, after)
-    assert "| not judged |" in row_of(overview(EASY, after))
+    assert ": not judged |" in row_of(overview(EASY, after))
 
 
 def test_figures_that_a_later_rule_no_longer_computes_are_dropped():
@@ -300,7 +326,7 @@ def test_judging_writes_pages_and_no_record(tmp_path, small_ledger):
     ((_, before, after),) = rejudge([], results=tmp_path, page=page)
     assert (before["kind"], after["kind"]) == ("met", "short")
     assert path.read_bytes() == stored
-    assert "| short |" in row_of(page.read_text())
+    assert ": short |" in row_of(page.read_text())
     assert "[Samples](../doubling-" in (tmp_path / "claims/doubling.md").read_text()
 
 

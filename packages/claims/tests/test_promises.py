@@ -1,12 +1,14 @@
 """Each promise of the guides stands where its claim's samples put it."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelwright_claims.ledger import CLAIMS, pages
-from modelwright_claims.page import render
+from modelwright_claims.page import BEYOND, GROUPS, machine_words
 from modelwright_claims.promises import CAUSES, NO_CLAIM_CAUSES, RELATIONS, Promise, answer, reaches, read_promises
 from modelwright_claims.results import judged_for_page, read_results
 
@@ -47,7 +49,7 @@ def test_the_figures_that_are_asked_for_are_computed_or_known_to_be_missing() ->
     missing = {
         name
         for one in PROMISES
-        if one.claim and one.claim != "three_dimensional_parallelism"
+        if one.claim in {record["name"] for record in records} - {"three_dimensional_parallelism"}
         for name, _, _ in one.asks
         if name not in answer(one, records).shown
     }
@@ -92,14 +94,46 @@ def test_where_a_promise_stands() -> None:
     assert answer(promise("gone", ">=", 0.0), [record()]).standing == "not judged"
     assert answer(promise("single", ">=", 0.0), [record()]).standing == "not judged"
     assert answer(promise("single // exact", "<=", 1.0), [record()]).standing == "not judged"
-    assert answer(reached, []).standing == "cannot be tested here"
+    assert answer(reached, []).standing == "not measured yet"
+    for cause, standing in (("unmeasured", "not measured yet"), ("machine", "cannot be tested here")):
+        assert answer(Promise(guide="000", text="t", why="w", cause=cause), [record()]).standing == standing
     newer = record("short", lower=0.1) | {"date": "2026-02-01"}
     assert answer(reached, [newer, record()]).standing == "does not hold here"
     assert answer(missed, [record("cannot be tested here")]).standing == "cannot be tested here"
 
 
-def test_the_page_lists_every_promise_once() -> None:
-    page = render([], [], [one for one in PROMISES if not one.claim])
-    assert page.count("\n| ") >= sum(not one.claim for one in PROMISES)
+def test_two_clicks_lead_from_each_promise_to_samples_command_and_machine() -> None:
+    """The first click is the row's link to a page, the second one of that page's: its record has the machine."""
+    page = ROOT / "docs/claims.md"
+    written = pages(ROOT / "benchmarks/results", page, aged=False)
+    assert len(written[page].splitlines()) <= 107
+    numbers_measured = set[int]()
+    for number, one in enumerate(PROMISES, start=1):
+        (row,) = re.findall(rf"^\| {number} \| .*$", written[page], re.MULTILINE)
+        assert f"| {one.text} |" in row
+        assert f"| {one.why} |" in row
+        ((link, anchor),) = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", row)
+        details = written[page.parent / link]
+        if not one.claim:
+            assert f'<a id="{anchor}"></a>**{one.text}**' in details
+            assert one.why in details
+            continue
+        assert f"`modelwright prove {one.claim}`" in details
+        files = re.findall(r"\[Samples\]\(([^)]+)\)", details)
+        records = [json.loads((page.with_suffix("") / file).resolve().read_text(encoding="utf-8")) for file in files]
+        assert all(one.claim == record["name"] and machine_words(record["machine"]) in details for record in records)
+        assert records or "Not measured yet." in details
+        numbers_measured |= {number for record in records if record["samples"]}
+    assert len(numbers_measured) >= 54
+
+
+def test_the_table_is_grouped_by_where_promises_stand() -> None:
     whole = pages(ROOT / "benchmarks/results", ROOT / "docs/claims.md", aged=False)[ROOT / "docs/claims.md"]
-    assert all(whole.count(f"\n| {number} | ") == 1 for number in range(1, 74))
+    titles = re.findall(r"^\| \| \*\*(.+)\*\* \| \| \| \| \|$", whole, re.MULTILINE)
+    groups = [title[0].lower() + title[1:] for title in titles]
+    assert groups == [group for group in (*GROUPS, BEYOND) if group in groups]
+    by_group = re.split(r"^\| \| \*\*.+$", whole, flags=re.MULTILINE)[1:]
+    for group, rows in zip(groups, by_group, strict=True):
+        counted = re.search(rf"{re.escape(group)} (\d+)", whole.replace("\n", " "))
+        assert (counted is None) == (group == BEYOND)
+        assert counted is None or len(re.findall(r"^\| \d+ \|", rows, re.MULTILINE)) == int(counted[1]) > 0

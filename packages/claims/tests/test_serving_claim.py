@@ -17,7 +17,7 @@ import pytest
 from modelwright_claims import open_loop, serving_qps
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
-from modelwright_claims.open_loop import LOST, Load, arrival_times, run_elsewhere, run_load
+from modelwright_claims.open_loop import LOST, Load, arrival_times, run_load
 from modelwright_claims.serving_qps import (
     FP32,
     INT8,
@@ -29,6 +29,7 @@ from modelwright_claims.serving_qps import (
     Files,
     largest_rate,
     recovery_s,
+    run_elsewhere,
 )
 
 SERVICE_S = 0.02

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright_claims import adaptive_clipping, dynamic_decay, loss_scaling, workbench
+from modelwright_claims import (
+    adaptive_clipping,
+    dynamic_decay,
+    larger_batches,
+    loss_scaling,
+    scale_to_a_loss,
+    workbench,
+)
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Samples
@@ -168,3 +175,53 @@ def test_an_update_that_is_skipped_keeps_nothing_of_its_gradient(setting):
     assert 0 < found[SKIPPED] < 15
     assert found[LOST] >= found[SKIPPED] / 15
     assert found[STABLE] <= 15 - found[SKIPPED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("claim", "main"), [(larger_batches, larger_batches.LARGE), (scale_to_a_loss, "dynamic from 2^15")]
+)
+def test_paces_are_measured_and_judged_at_toy_size(setting, monkeypatch, claim, main):
+    toy = replace(SIZE, num_steps=10)
+    monkeypatch.setattr(bench, "study_size", lambda setting: toy)
+    monkeypatch.setattr(loss_scaling, "study_size", lambda setting: replace(toy, num_steps=3))
+    monkeypatch.setattr(larger_batches, "ROWS", 4)
+    measured = claim.measure(replace(setting, quick=True))
+    arms = [name.removeprefix(f"time {bench.FIXED}") for name in measured.samples if name.startswith("time")]
+    assert main in arms
+    for arm in arms:
+        steps, tokens, times = (measured.samples[f"{what} {bench.FIXED}{arm}"] for what in ("steps", "tokens", "time"))
+        rows = 16 if arm == larger_batches.LARGE else 4 if arm == larger_batches.SMALL else 8
+        assert len(steps) == len(times) == 2
+        assert tokens == pytest.approx([count * rows * toy.seq_len for count in steps])
+        assert all(0 < count <= measured.conditions[f"most steps, {arm}"] for count in steps)
+        assert all(time > 0 for time in times)
+    found = judge(claim.CLAIM, measured)
+    assert set(claim.CLAIM.headline) <= set(found.figures)
+    assert f"s, {main}; " in found.reason
+
+
+def paced(**changes: list[float]) -> Measurement:
+    """Paces of the claim about scales: the static ones take 100 s and 100 steps, the dynamic one 70."""
+    samples: dict[str, list[float]] = {}
+    for arm in (scale_to_a_loss.DYNAMIC, *scale_to_a_loss.STATIC):
+        needed = [70.0, 71.0, 69.0] if arm == scale_to_a_loss.DYNAMIC else [100.0, 101.0, 99.0]
+        needed = changes.get(arm.replace(" ", "_").replace("^", "_"), needed)
+        samples |= {f"{what} {bench.FIXED}{arm}": needed for what in ("steps", "tokens", "time")}
+        samples |= {f"rates, {arm}": [1e-3, 2e-3], f"tuning, {arm}": [5.0, 4.0]}
+    conditions = {f"most steps, {scale_to_a_loss.DYNAMIC}": 200, bench.TARGET: 4.0}
+    return Measurement(samples=samples, conditions=conditions)
+
+
+def test_a_pace_has_to_beat_every_rival_and_to_reach_the_loss():
+    claim = scale_to_a_loss.CLAIM
+    met = judge(claim, paced())
+    assert met.kind == "met"
+    assert met.figures["less time than static 2^10"].value == pytest.approx(1.43, abs=0.01)
+    assert met.figures["best rate, static 2^20"].value == 2e-3
+    beaten = judge(claim, paced(static_2_20=[80.0, 81.0, 79.0]))
+    assert beaten.reason.startswith("less time than static 2^20 1.14x (lower bound 1.14x), not at least 1.22x")
+    never = judge(claim, replace(paced(), conditions={**paced().conditions, "most steps, dynamic from 2^15": 70}))
+    assert never.reason.startswith("2 runs of dynamic from 2^15 never reached the loss")
+    lacking = {name: of for name, of in paced().samples.items() if name != f"time {bench.FIXED}static 2^10"}
+    assert judge(claim, replace(paced(), samples=lacking)).kind == "not judged"
