@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as pytorch
+from torch.nn.attention.flex_attention import BlockMask
 
+from modelwright.ops import flex_attention
 from modelwright.ops.attention import document_mask, masked_attention_naive
+from modelwright.ops.flex_attention import packed_block_mask
 from modelwright.parallel.context_parallel import (
     VisibleBlock,
     add_keys,
     empty_output,
     gradients_of_keys,
     visible_blocks,
-    visible_mask,
 )
 
 ROW_LEN = 30
@@ -37,7 +40,20 @@ def positions(spans: list[tuple[int, int]]) -> torch.Tensor:
     return torch.cat([torch.arange(start, end) for start, end in spans])
 
 
-@pytest.mark.parametrize("make", [visible_blocks, visible_mask])
+def block_mask(segments_BT: torch.Tensor, queries: list[tuple[int, int]], keys: list[tuple[int, int]]) -> BlockMask:
+    return packed_block_mask(segments_BT, 0, queries, keys)
+
+
+@pytest.fixture
+def definition(monkeypatch):
+    """FlexAttention's definition in operators: its kernel has no backward on a CPU."""
+    monkeypatch.setattr(pytorch, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "compiled_kernel", lambda: pytorch.flex_attention)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns that this is not the fused kernel, and about its own internals
+@pytest.mark.usefixtures("definition")
+@pytest.mark.parametrize("make", [visible_blocks, block_mask])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05)]
 )
@@ -75,7 +91,11 @@ def test_blocks_are_those_of_the_mask():
         ).blocks:
             square = torch.ones(query_end - query_start, key_end - key_start, dtype=torch.bool)
             drawn[row, query_start:query_end, key_start:key_end] |= square.tril() if is_diagonal else square
-        assert torch.equal(drawn, visible_mask(segments(), QUERY_SPANS, spans).visible_BSN)
+        places = torch.arange(10)
+        mask = block_mask(segments(), QUERY_SPANS, spans)
+        seen = mask.mask_mod(torch.arange(2)[:, None, None], places[0], places[:, None], places)
+        assert torch.equal(drawn, seen)
+        assert torch.equal(drawn, document_mask(segments())[:, 0, positions(QUERY_SPANS)][:, :, positions(spans)])
 
 
 def test_whole_spans_before_the_queries_are_one_block():
