@@ -10,7 +10,7 @@
 - `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
   `generate` of transformers.
 - `recipes`: every recipe that needs no model with few steps, from its data to the report.
-- `resume`: a run that is resumed in the middle ends with the same weights, to the bit.
+- `resume`: a run that is resumed in the middle ends with the same weights, to the bit; what a checkpoint costs one.
 
 Needs torch and pytest as they are installed; nothing is downloaded, and cases that lack a package say so. Writes
 `benchmarks/results/gpu-check-<card>.json` after each case; a further run goes on with what has no figures. Without a
@@ -206,10 +206,9 @@ def recipe_cases(options: argparse.Namespace) -> Part:
 
 
 def resume_cases(options: argparse.Namespace) -> Part:
-    return {
-        way: partial(resumed, options, config)
-        for way, config in ways_to_train(options).items()
-        if way in ("fp32", "bf16 compiled")
+    ways = ways_to_train(options)
+    return {way: partial(resumed, options, ways[way]) for way in ("fp32", "bf16 compiled")} | {
+        "stall of a checkpoint": partial(checkpoint_stall, options, ways["bf16 compiled"])
     }
 
 
@@ -503,6 +502,23 @@ def resumed(options: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
     pairs = list(zip(whole.parameters(), again.parameters(), strict=True))
     differing = sum(not torch.equal(one, other) for one, other in pairs)
     return {"parameters": len(pairs), **({"error": f"{differing} differ"} if differing else {"equal": True})}
+
+
+def checkpoint_stall(options: argparse.Namespace, config: TrainConfig) -> dict[str, float]:
+    """What a checkpoint costs training: `host_s`, for which `save` kept the host, and `device_s`, by which the steps
+    after it took longer than as many before any. The second checkpoint: the first one gets its memory from the system.
+    """
+    every = 40 if options.device == "cuda" else 4
+    config = replace(config, num_steps=3 * every, checkpoint_every_steps=every, keep_last=1, log_every_steps=1)
+    speeds = Speeds()
+    with tempfile.TemporaryDirectory() as folder:
+        techniques = [observer("speeds", speeds.observe)]
+        trained_model(shape_of(options), config, options, Path(folder), techniques=techniques)
+        lines = StageDir(Path(folder)).metrics.read_text(encoding="utf-8").splitlines()
+    stalls = [record["checkpoint_stall_s"] for record in map(json.loads, lines) if "checkpoint_stall_s" in record]
+    times = [info.step_time_s for info in speeds.steps]
+    before, after = times[every // 2 : every], times[2 * every : 2 * every + every // 2]
+    return {"host_s": stalls[1], "device_s": sum(after) - sum(before), "step_s": statistics.median(before)}
 
 
 def product_speeds(options: argparse.Namespace) -> dict[str, float]:
