@@ -5,7 +5,7 @@
 - `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
   tokens/s, utilization against bare products measured next to it, memory and its plan, graph breaks, host
   synchronizations of a step.
-- `peers`: the same step in Hugging Face's Trainer and others (`peers.py`).
+- `peers`: the same step in a compiled nanoGPT, Hugging Face's Trainer and others that are installed (`peers.py`).
 - `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
 - `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
   `generate` of transformers.
@@ -169,18 +169,26 @@ def train_cases(options: argparse.Namespace) -> Part:
 
 
 def peers_cases(options: argparse.Namespace) -> Part:
-    """Other trainers, each in processes of its own."""
+    """Other trainers at every size, each in a process of its own."""
 
-    def peers() -> dict[str, Any]:
-        if lacking := [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]:
-            return {"error": f"not installed: {', '.join(lacking)}"}
+    def peers(shape: ModelConfig) -> dict[str, Any]:
+        fields = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim", "max_seq_len")
+        model = {name: getattr(shape, name) for name in (*fields, "tie_embeddings")}
+        steps = max(3, min(options.steps, 16))
         with tempfile.TemporaryDirectory() as folder:
             words = ["--device", options.device, "--compute", "bf16", "--repeats", "1", "--results", folder]
-            run_script("peers.py", *words)
+            words += ["--rows", str(options.rows), "--seq-len", str(options.seq_len), "--model", json.dumps(model)]
+            run_script("peers.py", *words, "--steps", str(steps), "--warmup", str(steps // 3))
             (path,) = Path(folder).glob("*.json")
-            return json.loads(path.read_text(encoding="utf-8"))["summary"]
+            record = json.loads(path.read_text(encoding="utf-8"))
+        lacking = {name: f"not installed: {', '.join(of)}" for name, of in record["not_installed"].items()}
+        return record["summary"] | lacking
 
-    return {"peers": peers}
+    return {
+        size: partial(peers, shape(options))
+        for size, shape in SIZES.items()
+        if size != "1.1B" or options.device == "cuda"
+    }
 
 
 def attention_cases(options: argparse.Namespace) -> Part:
