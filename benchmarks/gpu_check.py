@@ -5,7 +5,7 @@
 - `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
   tokens/s, utilization against bare products measured next to it, memory and its plan, graph breaks, host
   synchronizations of a step.
-- `peers`: the same step in a compiled nanoGPT, Hugging Face's Trainer and others that are installed (`peers.py`).
+- `peers`: the same step in a compiled nanoGPT, Hugging Face's Trainer (eager, compiled) and others (`peers.py`).
 - `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
 - `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
   `generate` of transformers.

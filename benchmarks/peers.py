@@ -48,10 +48,12 @@ TRAINERS = {
     "Modelwright": "own",
     "nanoGPT": "nanogpt",
     "Hugging Face Trainer": "hf_trainer",
+    "Hugging Face Trainer, compiled": "hf_trainer_compiled",
     "Lightning": "lightning_trainer",
 }
 PACKAGES = {
     "Hugging Face Trainer": ("transformers", "accelerate"),
+    "Hugging Face Trainer, compiled": ("transformers", "accelerate"),
     "Lightning": ("lightning", "transformers"),
 }
 """What a trainer needs besides torch and this project."""
@@ -190,12 +192,12 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def print_table(summary: Mapping[str, Mapping[str, float]], task: Task) -> None:
     own = summary.get("Modelwright", {})
     print(f"\n{task.compute}, {task.threads} threads, batches of {task.batch_tokens} tokens, {task.device}")
-    print(f"{'trainer':21}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'per CPU s':>11}{'ours is':>9}", end="")
+    print(f"{'trainer':31}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'per CPU s':>11}{'ours is':>9}", end="")
     print(f"{'peak MiB':>10}{'first loss':>12}{'held-out':>10}")
     for name, of in summary.items():
         wall, cpu = (own.get(key, float("nan")) / of[key] for key in ("tokens_per_s", "tokens_per_cpu_s"))
         print(
-            f"{name:21}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{wall:8.2f}x{of['tokens_per_cpu_s']:11,.0f}{cpu:8.2f}x"
+            f"{name:31}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{wall:8.2f}x{of['tokens_per_cpu_s']:11,.0f}{cpu:8.2f}x"
             f"{of['peak_bytes'] / 2**20:10,.0f}{of['first_loss']:12.5f}{of['heldout_loss']:10.4f}"
         )
 

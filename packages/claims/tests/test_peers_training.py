@@ -138,6 +138,14 @@ def test_nanogpt_compiled_trains_on_its_crops(bench: Bench) -> None:
     assert all(not torch.equal(weight, after[name]) for name, weight in before.items())
 
 
+@pytest.mark.slow
+def test_the_compiled_trainer_trains_to_the_same_weights(bench: Bench) -> None:
+    trained = bench.module("hf_trainer_compiled").run(bench.task("fp32"), bench.folder / "compiled")
+    ours, theirs = bench.weights("own", "fp32"), load_model(trained.weights).state_dict()
+    for key, weight in ours.items():
+        assert torch.allclose(weight, theirs[key], rtol=0, atol=TOLERANCES["fp32"]), key
+
+
 def test_lightning_clips_beside_a_fused_optimizer_without_its_own_check(bench: Bench) -> None:
     """The choice itself, with a stand-in for the package: a fused AdamW, and clipping by the norm of all gradients."""
     package = types.ModuleType("lightning")
