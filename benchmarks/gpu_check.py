@@ -598,12 +598,15 @@ def train_once(
         activations=config.activation_checkpointing,
         fused=cpu_kernels.are_used_on(options.device),
     )
+    planned_bytes = planned.on_device(options.device).total
+    peak_bytes = torch.cuda.max_memory_reserved() if on_cuda else 0
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {
         "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
         "mfu": statistics.median(info.mfu for info in timed),
-        "peak_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
-        "planned_bytes": planned.on_device(options.device).total,
+        "peak_bytes": peak_bytes,
+        "planned_bytes": planned_bytes,
+        **({"planned_over_peak": planned_bytes / peak_bytes} if on_cuda else {}),
         "first_loss": speeds.steps[0].loss,
         "last_loss": speeds.steps[-1].loss,
         "graph_breaks": sum(breaks.values()),

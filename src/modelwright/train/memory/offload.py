@@ -44,7 +44,9 @@ class Store(Protocol):
     """Storage of offloaded tensors."""
 
     def put(self, piece: Tensor) -> Fetch:
-        """Take a tensor, which may be freed as soon as this returns; the tensor fetched later must not be modified."""
+        """Take a tensor, which may be freed as soon as this returns, and which nothing changes before it is fetched, as
+        autograd demands of saved tensors; the tensor fetched later must not be modified.
+        """
         ...
 
 
