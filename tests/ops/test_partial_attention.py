@@ -51,6 +51,35 @@ def definition(monkeypatch):
     monkeypatch.setattr(flex_attention, "compiled_kernel", lambda: pytorch.flex_attention)
 
 
+def assert_parts_are_the_whole(make, dtype: torch.dtype, tolerance: float, device: str = "cpu") -> None:
+    own = positions(QUERY_SPANS)
+    whole = [x.double().requires_grad_() for x in inputs(dtype)]
+    expected = masked_attention_naive(*whole, document_mask(segments()))[:, own]
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    expected_grads = torch.autograd.grad((expected * weights).sum(), whole)
+
+    def assert_close(found: torch.Tensor, reference: torch.Tensor) -> None:
+        torch.testing.assert_close(found.double().cpu(), reference.detach(), rtol=tolerance, atol=tolerance)
+
+    q, k, v = (x.to(device) for x in inputs(dtype))
+    q = q[:, own]
+    visible = [make(segments().to(device), QUERY_SPANS, spans) for spans in KEY_SPANS]
+    out, lse = empty_output(q)
+    for spans, seen in zip(KEY_SPANS, visible, strict=True):
+        add_keys(out, lse, q, k[:, positions(spans)], v[:, positions(spans)], seen)
+    out = out.to(dtype)
+    assert_close(out, expected)
+
+    grad_q = torch.zeros_like(q, dtype=lse.dtype)
+    for spans, seen in zip(KEY_SPANS, visible, strict=True):
+        keys = positions(spans)
+        parts = gradients_of_keys(weights.to(device, dtype), out, lse, q, k[:, keys], v[:, keys], seen)
+        grad_q += parts[0]
+        for part, whole_grad in zip(parts[1:], expected_grads[1:], strict=True):
+            assert_close(part, whole_grad[:, keys])
+    assert_close(grad_q, expected_grads[0][:, own])
+
+
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns that this is not the fused kernel, and about its own internals
 @pytest.mark.usefixtures("definition")
 @pytest.mark.parametrize("make", [visible_blocks, block_mask])
@@ -58,29 +87,13 @@ def definition(monkeypatch):
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05)]
 )
 def test_keys_added_one_block_after_another_are_attention_to_all(make, dtype, tolerance):
-    own = positions(QUERY_SPANS)
-    whole = [x.double().requires_grad_() for x in inputs(dtype)]
-    expected = masked_attention_naive(*whole, document_mask(segments()))[:, own]
-    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    expected_grads = torch.autograd.grad((expected * weights).sum(), whole)
+    assert_parts_are_the_whole(make, dtype, tolerance)
 
-    q, k, v = inputs(dtype)
-    q = q[:, own]
-    visible = [make(segments(), QUERY_SPANS, spans) for spans in KEY_SPANS]
-    out, lse = empty_output(q)
-    for spans, seen in zip(KEY_SPANS, visible, strict=True):
-        add_keys(out, lse, q, k[:, positions(spans)], v[:, positions(spans)], seen)
-    out = out.to(dtype)
-    torch.testing.assert_close(out.double(), expected.detach(), rtol=tolerance, atol=tolerance)
 
-    grad_q = torch.zeros(q.shape, dtype=lse.dtype)
-    for spans, seen in zip(KEY_SPANS, visible, strict=True):
-        keys = positions(spans)
-        parts = gradients_of_keys(weights.to(dtype), out, lse, q, k[:, keys], v[:, keys], seen)
-        grad_q += parts[0]
-        for part, whole_grad in zip(parts[1:], expected_grads[1:], strict=True):
-            torch.testing.assert_close(part.double(), whole_grad[:, keys], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(grad_q.double(), expected_grads[0][:, own], rtol=tolerance, atol=tolerance)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_so_they_are_with_the_kernel_itself(dtype, tolerance):
+    assert_parts_are_the_whole(block_mask, dtype, tolerance, "cuda")
 
 
 def test_blocks_are_those_of_the_mask():
