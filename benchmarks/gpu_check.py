@@ -5,12 +5,12 @@
 - `train`: THE loop on random tokens with 124 million and 1.1 billion parameters, in every format, eager and compiled:
   tokens/s, utilization against bare products measured next to it, memory and its plan, graph breaks, host
   synchronizations of a step.
-- `peers`: the same step in Hugging Face's Trainer and others (`peers.py`).
+- `peers`: the same step in a compiled nanoGPT, Hugging Face's Trainer (eager, compiled) and others (`peers.py`).
 - `attention`: the fused kernel, variable-length attention and a mask of whole rows, forward and backward.
 - `decode`: tokens/s of greedy answers at 1, 8 and 64 streams, by CUDA graphs, by PyTorch's operators one by one, and by
   `generate` of transformers.
 - `recipes`: every recipe that needs no model with few steps, from its data to the report.
-- `resume`: a run that is resumed in the middle ends with the same weights, to the bit.
+- `resume`: a run that is resumed in the middle ends with the same weights, to the bit; what a checkpoint costs one.
 
 Needs torch and pytest as they are installed; nothing is downloaded, and cases that lack a package say so. Writes
 `benchmarks/results/gpu-check-<card>.json` after each case; a further run goes on with what has no figures. Without a
@@ -169,18 +169,26 @@ def train_cases(options: argparse.Namespace) -> Part:
 
 
 def peers_cases(options: argparse.Namespace) -> Part:
-    """Other trainers, each in processes of its own."""
+    """Other trainers at every size, each in a process of its own."""
 
-    def peers() -> dict[str, Any]:
-        if lacking := [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]:
-            return {"error": f"not installed: {', '.join(lacking)}"}
+    def peers(shape: ModelConfig) -> dict[str, Any]:
+        fields = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "head_dim", "max_seq_len")
+        model = {name: getattr(shape, name) for name in (*fields, "tie_embeddings")}
+        steps = max(3, min(options.steps, 16))
         with tempfile.TemporaryDirectory() as folder:
             words = ["--device", options.device, "--compute", "bf16", "--repeats", "1", "--results", folder]
-            run_script("peers.py", *words)
+            words += ["--rows", str(options.rows), "--seq-len", str(options.seq_len), "--model", json.dumps(model)]
+            run_script("peers.py", *words, "--steps", str(steps), "--warmup", str(steps // 3))
             (path,) = Path(folder).glob("*.json")
-            return json.loads(path.read_text(encoding="utf-8"))["summary"]
+            record = json.loads(path.read_text(encoding="utf-8"))
+        lacking = {name: f"not installed: {', '.join(of)}" for name, of in record["not_installed"].items()}
+        return record["summary"] | lacking
 
-    return {"peers": peers}
+    return {
+        size: partial(peers, shape(options))
+        for size, shape in SIZES.items()
+        if size != "1.1B" or options.device == "cuda"
+    }
 
 
 def attention_cases(options: argparse.Namespace) -> Part:
@@ -206,10 +214,9 @@ def recipe_cases(options: argparse.Namespace) -> Part:
 
 
 def resume_cases(options: argparse.Namespace) -> Part:
-    return {
-        way: partial(resumed, options, config)
-        for way, config in ways_to_train(options).items()
-        if way in ("fp32", "bf16 compiled")
+    ways = ways_to_train(options)
+    return {way: partial(resumed, options, ways[way]) for way in ("fp32", "bf16 compiled")} | {
+        "stall of a checkpoint": partial(checkpoint_stall, options, ways["bf16 compiled"])
     }
 
 
@@ -505,6 +512,23 @@ def resumed(options: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
     return {"parameters": len(pairs), **({"error": f"{differing} differ"} if differing else {"equal": True})}
 
 
+def checkpoint_stall(options: argparse.Namespace, config: TrainConfig) -> dict[str, float]:
+    """What a checkpoint costs training: `host_s`, for which `save` kept the host, and `device_s`, by which the steps
+    after it took longer than as many before any. The second checkpoint: the first one gets its memory from the system.
+    """
+    every = 40 if options.device == "cuda" else 4
+    config = replace(config, num_steps=3 * every, checkpoint_every_steps=every, keep_last=1, log_every_steps=1)
+    speeds = Speeds()
+    with tempfile.TemporaryDirectory() as folder:
+        techniques = [observer("speeds", speeds.observe)]
+        trained_model(shape_of(options), config, options, Path(folder), techniques=techniques)
+        lines = StageDir(Path(folder)).metrics.read_text(encoding="utf-8").splitlines()
+    stalls = [record["checkpoint_stall_s"] for record in map(json.loads, lines) if "checkpoint_stall_s" in record]
+    times = [info.step_time_s for info in speeds.steps]
+    before, after = times[every // 2 : every], times[2 * every : 2 * every + every // 2]
+    return {"host_s": stalls[1], "device_s": sum(after) - sum(before), "step_s": statistics.median(before)}
+
+
 def product_speeds(options: argparse.Namespace) -> dict[str, float]:
     """Times as fast as FP32: forward and backward of a feed-forward layer of width 4096 on 8,192 tokens."""
     wide, rows = (4096, 8192) if options.device == "cuda" else (128, 64)
@@ -574,12 +598,15 @@ def train_once(
         activations=config.activation_checkpointing,
         fused=cpu_kernels.are_used_on(options.device),
     )
+    planned_bytes = planned.on_device(options.device).total
+    peak_bytes = torch.cuda.max_memory_reserved() if on_cuda else 0
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {
         "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
         "mfu": statistics.median(info.mfu for info in timed),
-        "peak_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
-        "planned_bytes": planned.on_device(options.device).total,
+        "peak_bytes": peak_bytes,
+        "planned_bytes": planned_bytes,
+        **({"planned_over_peak": planned_bytes / peak_bytes} if on_cuda else {}),
         "first_loss": speeds.steps[0].loss,
         "last_loss": speeds.steps[-1].loss,
         "graph_breaks": sum(breaks.values()),

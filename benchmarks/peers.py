@@ -1,15 +1,19 @@
-"""The same training on Modelwright, Hugging Face `Trainer` and Lightning, side by side: `make bench`.
+"""The same training on Modelwright, nanoGPT, Hugging Face `Trainer` and Lightning, side by side: `make bench`.
 
 Same model and initial weights, same packed rows in the same order, same optimizer settings, same threads. Each run
 is a process of its own; the trainers take turns (A B C A B C ...), so that a busy minute of the machine falls on all of
 them; figures are medians. That the work is equal shows in the losses: before the first update they agree to rounding
-(so the attention masks are the same), and after the last nearly so.
+(so the attention masks are the same), and after the last nearly so. nanoGPT alone takes as many tokens in random crops,
+whose attention is plainly causal (`trainers/nanogpt.py`), so that its last loss is another; it is compiled. Trainers
+whose packages are not installed are left out, and the record says so.
 
     python benchmarks/peers.py [--compute bf16] [--steps N] [--repeats N] [--threads N] [--rows N] [--only NAME ...]
+                               [--model '{"num_layers": 12, "model_dim": 768, ...}'] [--seq-len N]
 """
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -40,7 +44,19 @@ from modelwright_claims.workbench import read_text
 from trainers.own import loader, write_batches
 from trainers.task import Task
 
-TRAINERS = {"Modelwright": "own", "Hugging Face Trainer": "hf_trainer", "Lightning": "lightning_trainer"}
+TRAINERS = {
+    "Modelwright": "own",
+    "nanoGPT": "nanogpt",
+    "Hugging Face Trainer": "hf_trainer",
+    "Hugging Face Trainer, compiled": "hf_trainer_compiled",
+    "Lightning": "lightning_trainer",
+}
+PACKAGES = {
+    "Hugging Face Trainer": ("transformers", "accelerate"),
+    "Hugging Face Trainer, compiled": ("transformers", "accelerate"),
+    "Lightning": ("lightning", "transformers"),
+}
+"""What a trainer needs besides torch and this project."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -50,9 +66,13 @@ def main() -> None:
         work(options.worker, Task.load(options.task), options.out)
         return
     around, started = circumstances(), time.perf_counter()
+    lacking = {
+        name: [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
+        for name in options.only or TRAINERS
+    }
     with tempfile.TemporaryDirectory(prefix="modelwright-bench-") as folder:
         task = prepare(Path(folder), options)
-        runs = measure(task, options.only or list(TRAINERS), options.repeats)
+        runs = measure(task, [name for name, packages in lacking.items() if not packages], options.repeats)
         model = json.loads((task.folder / "model" / "config.json").read_text())
     summary = {name: summarize(of) for name, of in runs.items()}
     print_table(summary, task)
@@ -60,6 +80,7 @@ def main() -> None:
         "benchmark": "peers",
         "task": {key: value for key, value in vars(task).items() if key != "folder"},
         "model": model,
+        "not_installed": {name: packages for name, packages in lacking.items() if packages},
         "summary": summary,
         "runs": runs,
         **around,
@@ -77,6 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--recipe", choices=list(RECIPES), default="quickstart", help="whose model and row length")
+    parser.add_argument("--model", type=json.loads, default={}, help="fields that replace those of its model, as JSON")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens of a row instead of the recipe's")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=list(TRAINERS))
@@ -93,11 +116,12 @@ def parse() -> argparse.Namespace:
 def prepare(folder: Path, options: argparse.Namespace) -> Task:
     """Tokenize, pack, initialize, and write down the very batches that our loader gives."""
     base = recipe(options.recipe)
+    seq_len = options.seq_len or base.section(PACK).seq_len
     text = read_text(fraction=0.4, vocab_size=base.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
     for split, sequences in (("shards", text.train), ("heldout", text.test)):
-        config = PackConfig(seq_len=base.section(PACK).seq_len)
+        config = PackConfig(seq_len=seq_len)
         pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
-    model = Decoder(replace(base.model, vocab_size=text.vocab_size))
+    model = Decoder(replace(base.model, **options.model, vocab_size=text.vocab_size))
     model.init_weights(seed=0)
     save_model(model, folder / "model", eos_id=text.eos_id)
     task = Task(
@@ -106,7 +130,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
         num_steps=options.steps,
         warmup_steps=options.warmup,
         batch_rows=options.rows,
-        seq_len=base.section(PACK).seq_len,
+        seq_len=seq_len,
         threads=options.threads,
         device=options.device,
     )
@@ -168,12 +192,12 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def print_table(summary: Mapping[str, Mapping[str, float]], task: Task) -> None:
     own = summary.get("Modelwright", {})
     print(f"\n{task.compute}, {task.threads} threads, batches of {task.batch_tokens} tokens, {task.device}")
-    print(f"{'trainer':21}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'per CPU s':>11}{'ours is':>9}", end="")
+    print(f"{'trainer':31}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'per CPU s':>11}{'ours is':>9}", end="")
     print(f"{'peak MiB':>10}{'first loss':>12}{'held-out':>10}")
     for name, of in summary.items():
         wall, cpu = (own.get(key, float("nan")) / of[key] for key in ("tokens_per_s", "tokens_per_cpu_s"))
         print(
-            f"{name:21}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{wall:8.2f}x{of['tokens_per_cpu_s']:11,.0f}{cpu:8.2f}x"
+            f"{name:31}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{wall:8.2f}x{of['tokens_per_cpu_s']:11,.0f}{cpu:8.2f}x"
             f"{of['peak_bytes'] / 2**20:10,.0f}{of['first_loss']:12.5f}{of['heldout_loss']:10.4f}"
         )
 

@@ -69,7 +69,10 @@ def fastest(sides: Mapping[str, Sequence[float]]) -> str:
 
 
 def of_trainers(record: Record) -> Iterator[Row]:
-    names = {"Hugging Face Trainer": "transformers", "Lightning": "lightning"}
+    names = {
+        "Hugging Face Trainer": "transformers", "Hugging Face Trainer, compiled": "transformers",
+        "Lightning": "lightning", "nanoGPT": "torch",
+    }  # fmt: skip
     speeds = {name: [run["tokens_per_s"] for run in runs] for name, runs in record["runs"].items()}
     peaks = {name: of["peak_bytes"] / 2**20 for name, of in record["summary"].items()}
     for rival in (name for name in speeds if name in names):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class _LargestOutput(TorchDispatchMode):
@@ -14,8 +15,8 @@ class _LargestOutput(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
+        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
         return result
 
 

@@ -1,1 +1,1 @@
-"""One training job, run by three trainers: ours, Hugging Face Trainer, Lightning."""
+"""One training job, run by several trainers: ours, nanoGPT, Hugging Face Trainer, Lightning."""

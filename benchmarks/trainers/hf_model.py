@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
-from trainers.task import WEIGHT_DECAY, Task
+from trainers.task import Task
 
 
 class Rows(Dataset):
@@ -44,12 +44,3 @@ def first_loss(model: nn.Module, task: Task) -> float:
     batch = collate([Rows(task)[i] for i in range(task.batch_rows)])
     with torch.no_grad():
         return model(**{name: tensor.to(task.device) for name, tensor in batch.items()}).loss.item()
-
-
-def decay_groups(model: nn.Module) -> list[dict]:
-    """AdamW parameter groups: weight decay on matrices only."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]

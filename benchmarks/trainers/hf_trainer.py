@@ -18,7 +18,7 @@ class Ticker(TrainerCallback):
         self.clock.tick()
 
 
-def run(task: Task, out: Path) -> Trained:
+def run(task: Task, out: Path, *, compiled: bool = False) -> Trained:
     model = load_model(task)
     loss = first_loss(model, task)
     clock = StepClock(task)
@@ -34,6 +34,7 @@ def run(task: Task, out: Path) -> Trained:
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=CLIP_NORM,
         bf16=task.compute == "bf16",
+        torch_compile=compiled,
         use_cpu=task.device == "cpu",
         train_sampling_strategy="sequential",
         dataloader_num_workers=0,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainers.hf_model import Rows, collate, decay_groups, first_loss, load_model
-from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, StepClock, Task, Trained
+from trainers.hf_model import Rows, collate, first_loss, load_model
+from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, StepClock, Task, Trained, decay_groups
 
 
 class Job(lightning.LightningModule):

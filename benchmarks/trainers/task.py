@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 LEARNING_RATE = 1e-3
 """Constant: schedules differ by a step between libraries, and equal losses are the check that the work was equal."""
@@ -51,6 +51,15 @@ class Task:
     def batches(self) -> dict[str, Tensor]:
         """`input_ids`, `shift_labels` and `position_ids`, each [steps, rows, tokens] int64."""
         return load_file(self.folder / "batches.safetensors")
+
+
+def decay_groups(model: nn.Module) -> list[dict]:
+    """AdamW parameter groups: weight decay on matrices only."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 @dataclass

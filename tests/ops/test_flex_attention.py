@@ -3,6 +3,7 @@ gradients are those of its definition in operators, differentiated through the s
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from torch._dynamo import config as dynamo
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from largest_output import largest_tensor
 from modelwright.core.config import ModelwrightError
-from modelwright.model.attention import fused_attend
+from modelwright.model.attention import fused_attend, masked_attend
 from modelwright.model.decoder import AttentionSpec
 from modelwright.ops import flex_attention
 from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
+from modelwright.ops.flex_attention import BLOCK, fused_packed_attention, fused_partial_attention, packed_block_mask
+from modelwright.parallel.context_parallel import local_spans
 from tolerances import TOLERANCES
 
 LONG = 32_768
@@ -65,6 +67,54 @@ def test_the_block_mask_is_that_of_all_pairs(lengths: list[list[int]], window: i
     places = torch.arange(longest)
     seen = mask.mask_mod(torch.arange(len(segments))[:, None, None], places[0], places[:, None], places)
     assert torch.equal(seen, pairs)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 1500), min_size=4, max_size=9),
+    window=st.sampled_from([0, 5, 130, 500]),
+)
+def test_the_block_mask_of_some_tokens_leaves_no_visible_pair_out(
+    lengths: list[int], cuts: list[int], window: int
+) -> None:
+    """As on a rank of several: a block that is skipped has no visible pair, and a full one has no other."""
+    segments = segments_of(lengths)
+    row_len = sum(lengths)
+    ends = sorted({min(cut, row_len) for cut in cuts} | {0, row_len})
+    chunks = list(itertools.pairwise(ends))
+    for queries, keys in ((chunks[::2], None), (chunks[::2], chunks[::2]), (chunks[-1:], chunks[:-1] or chunks)):
+        mask = packed_block_mask(segments, window, queries, keys)
+        pairs = document_mask(segments, window)[0, 0]
+        pairs = pairs[torch.cat([torch.arange(*span) for span in queries])]
+        pairs = pairs if keys is None else pairs[:, torch.cat([torch.arange(*span) for span in keys])]
+        rows, columns = (torch.arange(size) for size in pairs.shape)
+        assert torch.equal(mask.mask_mod(torch.tensor(0), rows[0], rows[:, None], columns), pairs)
+        for block, (query, key) in enumerate(itertools.product(*(range(0, size, BLOCK) for size in pairs.shape))):
+            number, place = divmod(block, -(-pairs.shape[1] // BLOCK))
+            inside = pairs[query : query + BLOCK, key : key + BLOCK]
+            partial = mask.kv_indices[0, 0, number, : mask.kv_num_blocks[0, 0, number]]
+            full = mask.full_kv_indices[0, 0, number, : mask.full_kv_num_blocks[0, 0, number]]
+            assert (inside.numel() == BLOCK**2 and bool(inside.all())) == (place in full)
+            assert place in full or place in partial or not inside.any()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (70, 4.0)])
+def test_some_queries_of_a_row_are_the_naive_reference(differentiable, window, cap):
+    """Context parallelism: a rank's queries, and the keys of whole rows."""
+    differentiable(lambda: pytorch.flex_attention)
+    segments, spans = segments_of([5, 100, 155], [260]), [(65, 130), (130, 195)]
+    spec, inputs = AttentionSpec(0, window, cap), qkv(segments, 4, 2)
+    own = torch.cat([torch.arange(*span) for span in spans])
+    naive = masked_attention_naive(*inputs, document_mask(segments, window), soft_cap=cap)[:, own]
+    for attend in (fused_attend, masked_attend):
+        out = attend(segments, (window,), spans)(spec, inputs[0][:, own], *inputs[1:])
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        pairs = [(out, naive), *zip(*(torch.autograd.grad(one, inputs, weights, retain_graph=True)
+                                      for one in (out, naive)), strict=True)]  # fmt: skip
+        for ours, reference in pairs:
+            torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns that this is not the fused kernel, and about its own internals
@@ -124,26 +174,37 @@ def test_more_sizes_than_kernels_is_an_error(differentiable, monkeypatch):
         attend(40)
 
 
-class Largest(TorchDispatchMode):
-    """The largest number of elements that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
-        return out
+OWN_SPANS = local_spans(LONG, 2, 0)
+"""The tokens of one of two ranks."""
 
 
-def test_the_mask_of_a_long_row_has_nothing_of_all_pairs():
-    with Largest() as largest:
-        packed_block_mask(segments_of([20_000, 2_768, 10_000]), 4096)
-    assert largest.elements <= (LONG // flex_attention.BLOCK + 1) ** 2
+@pytest.mark.parametrize("spans", [None, OWN_SPANS])
+def test_the_mask_of_a_long_row_has_nothing_of_all_pairs(spans):
+    segments = segments_of([20_000, 2_768, 10_000])
+    largest = largest_tensor(lambda: packed_block_mask(segments, 4096, spans, spans))
+    assert largest <= (LONG // flex_attention.BLOCK + 1) ** 2
+
+
+def whole_rows(q, k, v, segments):
+    return fused_packed_attention(q, k, v, packed_block_mask(segments, 4096), 5.0)
+
+
+def own_queries(q, k, v, segments):
+    return fused_packed_attention(q[:, : LONG // 2], k, v, packed_block_mask(segments, 4096, OWN_SPANS), 5.0)
+
+
+def own_queries_and_keys(q, k, v, segments):
+    mask = packed_block_mask(segments, 0, OWN_SPANS, OWN_SPANS)
+    out, lse = fused_partial_attention(*(x[:, : LONG // 2] for x in (q, k, v)), mask)
+    return out + lse.unsqueeze(-1)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
-def test_forward_and_backward_of_a_long_row_have_nothing_of_all_pairs(differentiable):
-    """The graphs that a compiler gets, at 32,768 tokens; they are not run."""
+@pytest.mark.parametrize("attend", [whole_rows, own_queries, own_queries_and_keys])
+def test_forward_and_backward_of_a_long_row_have_nothing_of_all_pairs(differentiable, attend):
+    """The graphs that a compiler gets, at 32,768 tokens; they are not run. On one process, and on one of two that share
+    rows by an all-gather or a ring.
+    """
     sizes, kernels = [], []
 
     def look(graph, _):
@@ -175,6 +236,6 @@ def test_forward_and_backward_of_a_long_row_have_nothing_of_all_pairs(differenti
     differentiable(lambda: torch.compile(pytorch.flex_attention, backend=backend, fullgraph=True))
     segments = segments_of([20_000, 2_768, 10_000])
     inputs = qkv(segments, 2, 1)
-    fused_packed_attention(*inputs, packed_block_mask(segments, 4096), 5.0).sum().backward()
+    attend(*inputs, segments).sum().backward()
     assert {"flex_attention", "flex_attention_backward"} <= set(kernels)
     assert max(sizes) <= 2 * LONG * 16

@@ -1,21 +1,29 @@
 """Rows cut over three ranks against whole rows: tokens, attention and its gradients."""
 
+import warnings
+from functools import partial
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as pytorch
 
 from distributed import run_distributed
+from largest_output import largest_tensor
 from modelwright.data.rows.batch import TokenBatch
 from modelwright.model.decoder import AttentionSpec
-from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.parallel.context_parallel import local_spans, shard_sequence
+from modelwright.ops import flex_attention
+from modelwright.ops.attention import TILE_LEN, document_mask, masked_attention_naive
+from modelwright.ops.flex_attention import packed_block_mask
+from modelwright.parallel.context_parallel import local_spans, ring_attention, shard_sequence
 from modelwright.parallel.mesh import ContextAttention, ParallelConfig, World, build_mesh, single
 from parallel.axis_cases import RANKS, ROW_LEN, Results, rows
 from refusals import config_error
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
+LONG = 8192
 
 
 def own_attention(world: World) -> Results:
@@ -34,6 +42,41 @@ def own_attention(world: World) -> Results:
         results[f"{kind}/out"] = out.detach()
         results |= {f"{kind}/{name}": gradient for name, gradient in zip("qkv", gradients, strict=True)}
     return results
+
+
+def fused_ring(world: World) -> Results:
+    """One layer's attention as on CUDA, by FlexAttention's definition: its kernel has no backward on a CPU."""
+    context = build_mesh(world, ParallelConfig(context=world.size)).context
+    spans = [local_spans(ROW_LEN, context.size, rank) for rank in range(context.size)]
+    own = torch.cat([torch.arange(*span) for span in spans[context.rank]])
+    masks = [packed_block_mask(rows().segments_BT, 0, spans[context.rank], keys) for keys in spans]
+    inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
+    with (
+        warnings.catch_warnings(),  # PyTorch warns that this is not the fused kernel, and about its own internals
+        mock.patch.object(pytorch, "_validate_device"),
+        mock.patch.object(flex_attention, "compiled_kernel", return_value=pytorch.flex_attention),
+    ):
+        warnings.simplefilter("ignore")
+        out = ring_attention(*inputs, context, masks)
+        gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
+    return {"places": own, "out": out.detach(), **dict(zip("qkv", gradients, strict=True))}
+
+
+def largest_of_long_rows(world: World) -> dict[str, int]:
+    """Elements of the largest tensor of forward and backward over rows of LONG tokens, by kind and soft cap."""
+    context = build_mesh(world, ParallelConfig(context=world.size)).context
+    whole = torch.arange(LONG).expand(1, -1)
+    segments = (whole >= LONG - 1000).int()
+    batch = TokenBatch(input_ids_BT=whole, labels_BT=whole, positions_BT=whole, segments_BT=segments)
+    own = LONG // context.size
+    inputs = [torch.randn(1, own, heads, 16, requires_grad=True) for heads in (2, 1, 1)]
+
+    def train(kind: ContextAttention, soft_cap: float) -> None:
+        attend, _ = shard_sequence(batch, context, kind)
+        attend(AttentionSpec(0, 0, soft_cap), *inputs).sum().backward()
+
+    cases: tuple[tuple[ContextAttention, float], ...] = (("all_gather", 0.0), ("all_gather", 5.0), ("ring", 0.0))
+    return {f"{kind}, {cap}": largest_tensor(partial(train, kind, cap)) for kind, cap in cases}
 
 
 def numbered() -> TokenBatch:
@@ -78,6 +121,24 @@ def test_attention_and_gradients_are_those_of_whole_rows(ranks, kind):
         torch.testing.assert_close(rank[f"{kind}/out"], out[:, own], **EXACT)
         for name, gradient in zip("qkv", gradients, strict=True):
             torch.testing.assert_close(rank[f"{kind}/{name}"], gradient[:, own], **EXACT)
+
+
+def test_a_ring_of_fused_kernels_has_the_gradients_of_whole_rows():
+    inputs = [x.requires_grad_() for x in queries_keys_values()]
+    out = masked_attention_naive(*inputs, document_mask(rows().segments_BT))
+    gradients = torch.autograd.grad((out * output_weights()).sum(), inputs)
+    for rank in run_distributed(fused_ring, RANKS):
+        torch.testing.assert_close(rank["out"], out[:, rank["places"]], **EXACT)
+        for name, gradient in zip("qkv", gradients, strict=True):
+            torch.testing.assert_close(rank[name], gradient[:, rank["places"]], **EXACT)
+
+
+def test_long_rows_on_two_ranks_have_nothing_of_all_pairs():
+    """On a CPU; for CUDA see the sizes in the graphs of a long row in tests/ops/test_flex_attention.py."""
+    for rank in run_distributed(largest_of_long_rows, 2):
+        assert len(rank) == 3
+        # A tile's scores, of two heads that share keys; the pairs of a rank's queries and all keys are 16 times that.
+        assert max(rank.values()) <= 2 * TILE_LEN * LONG, rank
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -12,11 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from late_stream import LateDevice
 from modelwright.core.artifacts import ArtifactError, StorageError
 from modelwright.core.config import Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.train.checkpoint import writer
-from modelwright.train.checkpoint.files import Best, check_checkpoint, list_checkpoints, read_weights, step_name
+from modelwright.train.checkpoint.files import (
+    PARTS,
+    Best,
+    check_checkpoint,
+    list_checkpoints,
+    read_weights,
+    step_name,
+)
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
 
@@ -135,6 +143,44 @@ def test_saving_copies_before_it_returns(checkpoints):
     found = latest(checkpoints, fail)
     assert found.weights["w"].sum() == 0
     assert found.state["m"].sum() == 0
+
+
+def test_only_weights_and_their_states_are_copied_after_it_returns(tmp_path, monkeypatch):
+    """A forward pass changes buffers and states of techniques at once."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _: LateDevice(patience_s=20))
+    made = CheckpointWriter(CheckpointReader(tmp_path, digest="d"), keep_last=2)
+    made.reader.prepare()
+    weight, moment, buffer, amax = (torch.zeros(3) for _ in range(4))
+    state = {"optimizer": {"w": {"exp_avg": moment}}, "techniques": {"amax": amax}}
+    made.save(Snapshot(step=1, weights={"w": weight, "b": buffer}, state=state, gradients=["w"]), best=Best())
+    buffer.fill_(9.0)
+    amax.fill_(9.0)
+    made.hold_changes()
+    weight.fill_(9.0)
+    moment.fill_(9.0)
+    made.close()
+    for part, num_tensors in (("model", 2), ("training", 2)):
+        found = load_file(tmp_path / step_name(1) / f"{part}.safetensors")
+        assert len(found) == num_tensors
+        assert not any(tensor.any() for tensor in found.values()), found
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_copies_beside_training_are_of_the_step_of_their_checkpoint(tiny, tmp_path, monkeypatch, in_backward):
+    """On CUDA weights are copied while the next step runs; here as late as something waits for it."""
+    config = tiny.settings(checkpoint_every_steps=1, keep_last=20, optimizer_in_backward=in_backward)
+    tiny.run(tmp_path / "at once", config)
+    device = LateDevice(patience_s=0.3)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    tiny.run(tmp_path / "late", config)
+    assert any(stream.num_done for stream in device.streams)
+    for step in range(1, 13):
+        expected, found = (
+            {name: tensor for part in PARTS for name, tensor in load_file(folder / f"{part}.safetensors").items()}
+            for folder in (tmp_path / run / "checkpoints" / step_name(step) for run in ("at once", "late"))
+        )
+        assert expected.keys() == found.keys()
+        assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == [], step
 
 
 def read_best(folder: Path) -> Best:

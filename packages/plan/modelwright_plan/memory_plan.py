@@ -242,7 +242,6 @@ def trace_step(
     assert isinstance(decoder, Decoder)
     if not fake:
         decoder.init_weights(0)
-    on_disk = train.activation_checkpointing.offload == "disk"
     decoder.base_fingerprint = "fake"  # fake weights have no values with which adapters could be compared
     trace = StepTrace(decoder)
     with ExitStack() as exit_stack, trace.places():
@@ -266,7 +265,7 @@ def trace_step(
             # Norms of a large model take a great many small temporary tensors, and have no value on fake ones.
             measure_grad_norm=False,
         )
-        store = Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if on_disk else Nowhere()
+        store = Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD)
         session = Session.untracked(world, store)
         parts = build_step(job, build_mesh(world, job.parallel), session, exit_stack)
         with trace:

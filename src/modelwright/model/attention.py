@@ -24,8 +24,9 @@ from modelwright.ops.attention import (
     masked_capped_attention,
     packed_attention,
     packed_cuts,
+    packed_tiles,
 )
-from modelwright.ops.flex_attention import fused_packed_attention, packed_block_mask
+from modelwright.ops.flex_attention import Span, fused_packed_attention, packed_block_mask, places_of
 from modelwright.ops.matmul import triton_compiles
 from modelwright.ops.selected_attention import selected_attention
 
@@ -45,16 +46,22 @@ def causal_attend() -> Attend:
     return attend
 
 
-def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
-    """Returns causal attention within documents. segments_BT: document of each token; windows: `ModelConfig.windows`.
+def packed_attend(
+    segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS, spans: Sequence[Span] | None = None
+) -> Attend:
+    """Returns causal attention within documents. segments_BT: document of each token; windows: `ModelConfig.windows`;
+    spans: tokens whose queries are computed, concatenated in the tensor of queries; all by default.
 
     On a CPU each document is computed separately, unless rows are short; on CUDA all are in one fused kernel; without
     Triton, and on other devices, a mask over whole rows is used.
     """
     if segments_BT.device.type != "cpu":
         is_fused = segments_BT.is_cuda and triton_compiles()
-        return (fused_attend if is_fused else masked_attend)(segments_BT, windows)
-    tiles = {window: packed_cuts(segments_BT, window) for window in windows}
+        return (fused_attend if is_fused else masked_attend)(segments_BT, windows, spans)
+    tiles = {
+        window: packed_tiles(segments_BT, spans=spans, window=window) if spans else packed_cuts(segments_BT, window)
+        for window in windows
+    }
 
     def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
         if spec.soft_cap:
@@ -64,11 +71,13 @@ def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> A
     return attend_tiles
 
 
-def fused_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
+def fused_attend(
+    segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS, spans: Sequence[Span] | None = None
+) -> Attend:
     """`packed_attend` by one fused kernel for all layers of a batch, which computes all heads (`ops/flex_attention.py`:
     CUDA only). Layers of the same window share a block mask.
     """
-    masks = {window: packed_block_mask(segments_BT, window) for window in dict.fromkeys(windows)}
+    masks = {window: packed_block_mask(segments_BT, window, spans) for window in dict.fromkeys(windows)}
 
     def attend_fused(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
         return fused_packed_attention(q_BTHd, k_BTKd, v_BTKd, masks[spec.window], spec.soft_cap)
@@ -83,14 +92,19 @@ def tiled_attention(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd:
     return selected_attention(q_BTHd, k_BTKd, v_BTKd, spec.open_BTH, tiles)
 
 
-def masked_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
+def masked_attend(
+    segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS, spans: Sequence[Span] | None = None
+) -> Attend:
     """`packed_attend` by a mask over whole rows: on a CPU for rows so short that tiles cost more than they save."""
-    masks_B1TT = {window: document_mask(segments_BT, window) for window in windows}
+    masks_B1ST = {window: document_mask(segments_BT, window) for window in windows}
+    if spans:
+        place_S = places_of(spans, segments_BT.device)
+        masks_B1ST = {window: mask_B1TT[:, :, place_S] for window, mask_B1TT in masks_B1ST.items()}
 
     def attend_mask(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
         if spec.soft_cap:
-            return masked_capped_attention(q_BTHd, k_BTKd, v_BTKd, masks_B1TT[spec.window], spec.soft_cap)
-        return masked_attention(q_BTHd, k_BTKd, v_BTKd, masks_B1TT[spec.window])
+            return masked_capped_attention(q_BTHd, k_BTKd, v_BTKd, masks_B1ST[spec.window], spec.soft_cap)
+        return masked_attention(q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype), v_BTKd, masks_B1ST[spec.window])
 
     return attend_mask
 

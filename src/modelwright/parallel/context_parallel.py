@@ -14,8 +14,11 @@ all-gather; both send about the same bytes. A softmax over all keys is a weighte
 keys; the weights follow from the logarithm of each softmax's denominator (log-sum-exp), so that keys can be visited one
 block after another (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 
+No device holds scores or a mask of all pairs: on a CPU documents are computed block by block, on CUDA by one fused
+kernel under a block mask that knows the places of a rank's tokens (`ops/flex_attention.py`).
+
 Legend: B rows, T tokens of a whole row, S those on this rank (queries), N keys, H query heads, K key/value heads, d
-head width, G = H / K, R ranks. Query head h reads key/value head h // G.
+head width, R ranks. Query head h reads key/value head h // (H / K).
 """
 
 import math
@@ -26,17 +29,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports TorchDynamo at once, which takes 0.5 s
+from torch.nn.attention.flex_attention import BlockMask
 
 from modelwright.core.config import ConfigError
 from modelwright.data.rows.batch import TokenBatch
-from modelwright.model.attention import ALL_TOKENS, packed_attend, tiled_attention
+from modelwright.model.attention import ALL_TOKENS, packed_attend
 from modelwright.model.decoder import Attend, AttentionSpec, ModelConfig
-from modelwright.ops.attention import capped_attention, masked_attention, masked_capped_attention, packed_tiles
+from modelwright.ops.flex_attention import Span, fused_partial_attention, packed_block_mask, places_of
 from modelwright.ops.matmul import upcast
 from modelwright.parallel.mesh import ContextAttention, World, gathered, summed_slice, with_gradient
-
-Span = tuple[int, int]
-"""`(start, end)` of consecutive tokens of a row."""
 
 
 class VisibleBlock(NamedTuple):
@@ -60,14 +61,8 @@ class Blocks:
     blocks: Sequence[VisibleBlock]
 
 
-@dataclass(frozen=True)
-class Mask:
-    """The keys that queries see as a boolean mask [B, S, N], true where a query sees a key: for any device."""
-
-    visible_BSN: Tensor
-
-
-Visible = Blocks | Mask
+Visible = Blocks | BlockMask
+"""The latter, by `packed_block_mask`, for any device."""
 
 
 def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Sequence[Span]) -> Blocks:
@@ -99,16 +94,6 @@ def _within(document: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]
         offset += end - start
 
 
-def visible_mask(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Sequence[Span]) -> Mask:
-    """`visible_blocks` as a mask, on the device of `segments_BT`."""
-    query_S, key_N = (
-        torch.cat([torch.arange(start, end, device=segments_BT.device) for start, end in spans])
-        for spans in (query_spans, key_spans)
-    )
-    same_BSN = segments_BT[:, query_S, None] == segments_BT[:, None, key_N]
-    return Mask(same_BSN & (query_S[:, None] >= key_N))
-
-
 def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in FP32 at least."""
     dtype = torch.promote_types(q_BSHd.dtype, torch.float32)
@@ -122,13 +107,8 @@ def add_keys(
     sees at least one must come first.
     """
     q_BSHd, k_BNKd, v_BNKd = upcast(q_BSHd, k_BNKd, v_BNKd)
-    if isinstance(visible, Mask):
-        scores_BKGSN = _scores(q_BSHd, k_BNKd, visible.visible_BSN)
-        lse_BKGS = scores_BKGSN.logsumexp(-1)
-        # A query that sees none of the keys has minus infinity everywhere: its output must be 0, not nan.
-        weights_BKGSN = (scores_BKGSN - lse_BKGS.clamp(min=torch.finfo(lse_BKGS.dtype).min).unsqueeze(-1)).exp()
-        part_BSKGd = torch.einsum("bkgsn,bnkd->bskgd", weights_BKGSN.to(v_BNKd.dtype), v_BNKd)
-        _merge(out_BSHd, lse_BSH, part_BSKGd.flatten(2, 3), lse_BKGS.permute(0, 3, 1, 2).flatten(2, 3))
+    if isinstance(visible, BlockMask):
+        _merge(out_BSHd, lse_BSH, *fused_partial_attention(q_BSHd, k_BNKd, v_BNKd, visible))
         return
     for block in visible.blocks:
         query, key = _slices(block)
@@ -153,20 +133,17 @@ def gradients_of_keys(
     """
     dtype = lse_BSH.dtype
     grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd = upcast(grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd)
-    if isinstance(visible, Mask):
-        grad_BSKGd, out_BSKGd, q_BSKGd, lse_BSKG = (
-            x.to(dtype).unflatten(2, (k_BNKd.shape[2], -1)) for x in (grad_BSHd, out_BSHd, q_BSHd, lse_BSH)
-        )
-        k_BNKd, v_BNKd, scale = k_BNKd.to(dtype), v_BNKd.to(dtype), q_BSHd.shape[-1] ** -0.5
-        lse_BKGS1 = lse_BSKG.permute(0, 2, 3, 1).unsqueeze(-1)
-        weights_BKGSN = (_scores(q_BSHd, k_BNKd, visible.visible_BSN) - lse_BKGS1).exp()
-        grad_v = torch.einsum("bkgsn,bskgd->bnkd", weights_BKGSN, grad_BSKGd)
-        # dS = P (dP - sum over keys of P dP); that sum is dO . O, so no other block of keys is needed for it.
-        weighted_BKGS = (grad_BSKGd * out_BSKGd).sum(-1).permute(0, 2, 3, 1)
-        grad_weights_BKGSN = torch.einsum("bskgd,bnkd->bkgsn", grad_BSKGd, v_BNKd)
-        grad_scores_BKGSN = weights_BKGSN * (grad_weights_BKGSN - weighted_BKGS.unsqueeze(-1)) * scale
-        grad_q = torch.einsum("bkgsn,bnkd->bskgd", grad_scores_BKGSN, k_BNKd).flatten(2, 3)
-        return grad_q, torch.einsum("bkgsn,bskgd->bnkd", grad_scores_BKGSN, q_BSKGd), grad_v
+    if isinstance(visible, BlockMask):
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (q_BSHd, k_BNKd, v_BNKd))
+            part_BSHd, part_lse_BSH = fused_partial_attention(q, k, v, visible)
+        # The whole softmax is the sum over parts of exp(part's lse - lse) times the part: by its derivatives.
+        grad_part_BSHd = (part_lse_BSH - lse_BSH).exp().unsqueeze(-1) * grad_BSHd
+        grad_lse_BSH = (grad_part_BSHd * (part_BSHd - out_BSHd)).sum(-1)
+        outer = grad_part_BSHd.to(part_BSHd.dtype), grad_lse_BSH.to(part_lse_BSH.dtype)
+        parts = torch.autograd.grad((part_BSHd, part_lse_BSH), (q, k, v), outer)
+        grad_q, grad_k, grad_v = (part.to(dtype) for part in parts)
+        return grad_q, grad_k, grad_v
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype) for x in (q_BSHd, k_BNKd, v_BNKd))
     for block in visible.blocks:
         query, key = _slices(block)
@@ -206,14 +183,6 @@ def _merge(out_xHd: Tensor, lse_xH: Tensor, part_xHd: Tensor, part_lse_xH: Tenso
     out_xHd *= (lse_xH - lse_after_xH).exp().unsqueeze(-1)
     out_xHd += part_xHd * (part_lse_xH - lse_after_xH).exp().unsqueeze(-1)
     lse_xH.copy_(lse_after_xH)
-
-
-def _scores(q_BSHd: Tensor, k_BNKd: Tensor, visible_BSN: Tensor) -> Tensor:
-    """[B, K, G, S, N] in at least FP32; minus infinity where a query does not see a key."""
-    wide = torch.promote_types(q_BSHd.dtype, torch.float32)
-    q_BSKGd = q_BSHd.to(wide).unflatten(2, (k_BNKd.shape[2], -1))
-    scores_BKGSN = torch.einsum("bskgd,bnkd->bkgsn", q_BSKGd, k_BNKd.to(wide)) * q_BSHd.shape[-1] ** -0.5
-    return scores_BKGSN.masked_fill(~visible_BSN[:, None, None], -math.inf)
 
 
 _KEYS, _GRADIENTS = 0, 1
@@ -280,45 +249,36 @@ def shard_sequence(
     segments_BT = part.segments_BT
     if context.size == 1:
         return packed_attend(segments_BT, windows), part
-    row_len, on_cpu = segments_BT.shape[1], segments_BT.device.type == "cpu"
-    own_S = _places(row_len, context.size, context.rank).to(segments_BT.device)
+    row_len, device = segments_BT.shape[1], segments_BT.device
     spans = [local_spans(row_len, context.size, rank) for rank in range(context.size)]
     own_spans = spans[context.rank]
     # Tiles, masks and visible blocks are made once for all layers.
     if kind == "ring":
         visible = [
-            visible_blocks(segments_BT, own_spans, keys) if on_cpu else visible_mask(segments_BT, own_spans, keys)
+            visible_blocks(segments_BT, own_spans, keys)
+            if device.type == "cpu"
+            else packed_block_mask(segments_BT, 0, own_spans, keys)
             for keys in spans
         ]
 
         def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
             return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
 
-    elif on_cpu:
-        tiles = {window: packed_tiles(segments_BT, spans=own_spans, window=window) for window in windows}
-
-        def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-            whole = _whole_rows(k_BSKd, v_BSKd, context)
-            if spec.soft_cap:
-                return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
-            return tiled_attention(spec, q_BSHd, *whole, tiles[spec.window])
-
     else:
-        same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
-        distance_ST = own_S[:, None] - torch.arange(row_len, device=own_S.device)
-        masks_B1ST = {
-            window: (same_BST & (distance_ST >= 0) & (distance_ST < (window or row_len))).unsqueeze(1)
-            for window in windows
-        }
+        attend_whole = packed_attend(segments_BT, windows, own_spans)
+        order_T = places_of([span for of_rank in spans for span in of_rank], device)
+        sorted_T = order_T.argsort()
 
         def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-            k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
-            mask_B1ST = masks_B1ST[spec.window]
-            if spec.soft_cap:
-                return masked_capped_attention(q_BSHd, k_BTKd, v_BTKd, mask_B1ST, spec.soft_cap)
-            return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
+            # Keys and values of all tokens in row order, in the format of the values, as one message
+            both_BTKd = with_gradient(
+                torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2),
+                lambda both: gathered(both, context, 1)[:, sorted_T],
+                lambda gradient: summed_slice(gradient[:, order_T], context, 1),
+            )
+            return attend_whole(spec, q_BSHd, *both_BTKd.chunk(2, dim=2))
 
-    return attend, part.take_tokens(own_S)
+    return attend, part.take_tokens(places_of(own_spans, device))
 
 
 def check_context(model: ModelConfig, num_ranks: int, kind: ContextAttention) -> None:
@@ -337,7 +297,7 @@ def check_context(model: ModelConfig, num_ranks: int, kind: ContextAttention) ->
         )
 
 
-def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
+def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[Span]:
     """Returns `(start, end)` of the two runs of tokens that `rank` holds, in storage order."""
     if row_len % (2 * num_ranks):
         raise ConfigError(
@@ -346,21 +306,3 @@ def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, 
         )
     chunk = row_len // (2 * num_ranks)
     return [(first * chunk, (first + 1) * chunk) for first in (rank, 2 * num_ranks - 1 - rank)]
-
-
-def _places(row_len: int, num_ranks: int, rank: int) -> Tensor:
-    return torch.cat([torch.arange(start, end) for start, end in local_spans(row_len, num_ranks, rank)])
-
-
-def _whole_rows(k_BSKd: Tensor, v_BSKd: Tensor, context: World) -> tuple[Tensor, Tensor]:
-    """Gathers keys and values of all tokens in row order, in the format of the values, as one message."""
-    num_ranks, row_len = context.size, k_BSKd.shape[1] * context.size
-    order_T = torch.cat([_places(row_len, num_ranks, rank) for rank in range(num_ranks)]).to(k_BSKd.device)
-    sorted_T = order_T.argsort()
-    both_BTKd = with_gradient(
-        torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2),
-        lambda both: gathered(both, context, 1)[:, sorted_T],
-        lambda gradient: summed_slice(gradient[:, order_T], context, 1),
-    )
-    k_BTKd, v_BTKd = both_BTKd.chunk(2, dim=2)
-    return k_BTKd, v_BTKd

@@ -138,6 +138,7 @@ class Trainer:
     def measured_step(self, step: int) -> StepInfo:
         """Run step `step` (from 0); returns its info with memory and communication figures."""
         info = self.parts.one_step(step)
+        self.checkpoints.writer.hold_changes()  # a step that was skipped has not; techniques may change weights now
         scalars = dict(info.scalars)
         for technique in self.parts.techniques:
             scalars |= technique.metrics()

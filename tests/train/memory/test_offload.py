@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from late_stream import LateDevice
 from memory_references import solve_naive
 from modelwright.core.config import ConfigError, ModelwrightError
 from modelwright.model.attention import packed_attend
@@ -69,7 +70,7 @@ def test_activations_go_once_and_weights_and_shared_tensors_stay():
 
 def test_memory_that_is_used_again_is_another_tensor():
     """A tensor that lies where one that went away lay is not taken for it; one that was written to is not, either."""
-    store, weight = HostStore(), torch.ones((), requires_grad=True)
+    store, weight = HostStore(torch.device("cpu")), torch.ones((), requires_grad=True)
     with offloading([], [], store):
         total = torch.zeros(())
         for number in range(4):
@@ -102,12 +103,33 @@ def test_gradients_are_the_same_bits(tier, device, segments, tmp_path):
         remove_checkpoints(model)
         return [p.grad for p in model.parameters()]
 
-    store = HostStore() if tier == "host" else DiskStore(tmp_path)
+    store = HostStore(torch.device(device)) if tier == "host" else DiskStore(tmp_path)
     found = gradients(store)
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(None), strict=True))
     if isinstance(store, DiskStore):
         assert store.written_bytes > 0
         assert os.listdir(tmp_path) == []
+
+
+def test_copies_to_the_host_and_back_are_waited_for(monkeypatch):
+    """On CUDA they run beside the computation; here as late as something waits for them."""
+    device = LateDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(offload, "MOST_QUEUED_BYTES", 2**19)
+    store, fetches = HostStore(torch.device("cpu")), []
+    (stream,) = device.streams
+    for number in range(6):
+        piece = torch.full((2**16,), float(number))
+        fetches.append(store.put(piece))
+        del piece  # fails if this frees what is not copied yet
+        assert stream.num_started - stream.num_done <= 3, "memory that has not left is bounded"
+    assert stream.num_started - stream.num_done >= 2, "a tensor leaves while the next one is computed"
+    assert fetches[5]().eq(5).all()
+    assert stream.num_started == 6 + 1 + offload.READ_AHEAD
+    assert stream.num_done < stream.num_started, "tensors that are read ahead are not waited for"
+    for number in (4, 3, 3, 2, 1, 0):
+        assert fetches[number]().eq(number).all()
+    assert stream.num_started == 6 + 6 + 1, "each was read once, and the one that was asked for twice, twice"
 
 
 def test_values_strides_and_formats_come_back_from_a_file(tmp_path):

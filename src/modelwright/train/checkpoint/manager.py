@@ -98,6 +98,7 @@ class CheckpointManager:
         mesh, folder = self.parts.run.global_mesh, self.job.stage.checkpoints
         self.reader = CheckpointReader(folder, digest=self.job.input_digest, world=mesh.world, reduce=mesh.reduce)
         self.writer = CheckpointWriter(self.reader, keep_last=self.job.config.keep_last)
+        self.replica.optimizer.register_step_pre_hook(self.writer.hold_changes)
 
     def due(self) -> bool:
         """True if a checkpoint is saved at this step."""

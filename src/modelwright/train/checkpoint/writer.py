@@ -1,5 +1,9 @@
 """Writes checkpoints, concurrently with training: everything that a run needs to resume exactly.
 
+A checkpoint is written from a copy in host memory, which the next one uses again. On CUDA this memory is pinned, and
+what only the optimizer changes, weights and their states, is copied beside the computation, which `hold_changes` makes
+wait before it changes them.
+
 <folder>/step-00000123/model.safetensors      weights by parameter name
                        training.safetensors   all other tensors: optimizer, techniques, strategy, objective
                        index.json             which file holds which part of which tensor, with checksums
@@ -58,6 +62,7 @@ from modelwright.train.checkpoint.files import (
 )
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.state_tree import merge, seat, split, split_transport
+from modelwright.train.memory.offload import CopyStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +87,18 @@ class _Job:
     pieces: Mapping[str, Mapping[str, TensorShard]]
     tree: Any
     best: Best
+    copied: Any
+    """Event of the end of the copies."""
     also: Sequence[int] = ()
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one run. Every rank creates one and calls the same methods in the same order.
 
-    `save` copies to host memory and returns; a thread writes. An error there, on any rank, is raised on every rank by
-    the next `save` or `wait`. The `keep_last` newest checkpoints are kept, and the others that they refer to.
-    reader: of the same checkpoints.
+    `save` starts copies to host memory and returns; a thread writes. Whoever changes weights or the optimizer's states
+    calls `hold_changes` before. An error of the thread, on any rank, is raised on every rank by the next `save` or
+    `wait`. The `keep_last` newest checkpoints are kept, and the others that they refer to. reader: of the same
+    checkpoints.
     """
 
     def __init__(self, reader: CheckpointReader, *, keep_last: int) -> None:
@@ -105,6 +113,9 @@ class CheckpointWriter:
         self._keys: list[tuple[Any, ...]] = []
         self._written: list[int] = []
         self._host: dict[str, Tensor] = {}
+        self._copies = CopyStream(self.world.device)
+        self._copying: tuple[Any, list[Tensor]] | None = None
+        """End of the newest copies, and their sources, which may be freed once the device waits for it."""
 
     @property
     def failed(self) -> bool:
@@ -113,7 +124,7 @@ class CheckpointWriter:
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(self, snapshot: Snapshot, *, best: Best, also: Sequence[int] = ()) -> None:
-        """Copy the snapshot to host memory and start to write it, once an earlier one is written. also: steps of
+        """Start to copy the snapshot to host memory and to write it, once an earlier one is written. also: steps of
         earlier checkpoints that it refers to, which are not removed before it.
         """
         self.wait()  # the copy reuses the host memory that an earlier checkpoint is written from
@@ -129,6 +140,7 @@ class CheckpointWriter:
 
         def remember() -> None:
             """Runs in the writer's thread, on every rank."""
+            job.copied.synchronize()
             files: dict[str, bytes] = {}
             own: dict[str, Any] = {}
             for part, pieces in job.pieces.items():
@@ -139,6 +151,14 @@ class CheckpointWriter:
             copies.write(job.step, files, index, record)
 
         self._pending = self._writer.submit(remember)
+
+    def hold_changes(self, *_: Any) -> None:
+        """Let what the device is given from now on wait for the copies of the newest checkpoint; returns at once. Takes
+        the arguments of a hook of optimizers.
+        """
+        if self._copying is not None:
+            self._copies.wait(self._copying[0])
+            self._copying = None
 
     def forget(self) -> None:
         """Free the memory of the copies: the run is finished."""
@@ -191,14 +211,21 @@ class CheckpointWriter:
             places = list(pieces)
             pieces = {places[position]: pieces[places[position]] for position in self._written}
         copies: dict[str, dict[str, TensorShard]] = {part: {} for part in PARTS}
+        parameters = set(snapshot.gradients)
         for (part, name), piece in pieces.items():
             # In the memory of the previous checkpoint's copy, because fresh pages cost more than the copy itself.
             values, copy = piece.values, self._host.get(f"{part}/{name}")
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
                 self._host[f"{part}/{name}"] = copy
-            copies[part][name] = TensorShard(copy.copy_(values), piece.box, piece.shape)
-        return _Job(snapshot.step, copies, tree, best)
+            copies[part][name] = TensorShard(copy, piece.box, piece.shape)
+            if name in parameters if part == "model" else name.startswith("optimizer/"):
+                self._copies.start(copy, values)
+            else:
+                # Buffers, and states of techniques, which the next forward pass may change already
+                copy.copy_(values, non_blocking=True)
+        self._copying = self._copies.end(), [piece.values for piece in pieces.values()]
+        return _Job(snapshot.step, copies, tree, best, self._copying[0])
 
     def _write(self, job: _Job) -> None:
         """Runs in the writer's thread, on every rank."""
@@ -216,6 +243,7 @@ class CheckpointWriter:
 
     def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
         """Write this rank's files; returns their part of the index."""
+        job.copied.synchronize()
         index: dict[str, Any] = {}
         for part, pieces in job.pieces.items():
             path = folder / self._file(part)

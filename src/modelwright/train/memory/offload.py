@@ -2,12 +2,13 @@
 
 `torch.autograd.graph.save_on_cpu` would also move weights and their casts, which FSDP frees and gathers anyway, and
 would move a tensor once for each operator that saves it. Here only activations move, each of them once, and tensors
-that all blocks share stay. Copies to the host run in the order of the device's stream through pinned memory.
+that all blocks share stay.
 
-A file (`DiskStore`) is written and read concurrently with the computation. One thread writes in the order of arrival,
-one reads. Backward asks in roughly the reverse order, so fetching a tensor prefetches the ones before it. A tensor that
-is requested before it was written stays in memory. The file is unlinked at once, so nothing is left of it if the
-process is killed; its space is reused from step to step.
+Both stores move tensors beside the computation: the host's memory (`HostStore`) by a stream for copies, a file
+(`DiskStore`) by one thread that writes in the order of arrival and one that reads. Backward asks in roughly the reverse
+order, so fetching a tensor prefetches the ones before it. A tensor that is requested before it was written to the file
+stays in memory. The file is unlinked at once, so nothing is left of it if the process is killed; its space is reused
+from step to step.
 """
 
 import os
@@ -43,7 +44,9 @@ class Store(Protocol):
     """Storage of offloaded tensors."""
 
     def put(self, piece: Tensor) -> Fetch:
-        """Take a tensor, which may be freed as soon as this returns; the tensor fetched later must not be modified."""
+        """Take a tensor, which may be freed as soon as this returns, and which nothing changes before it is fetched, as
+        autograd demands of saved tensors; the tensor fetched later must not be modified.
+        """
         ...
 
 
@@ -63,7 +66,7 @@ def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, f
     check_tier(config, on_cpu=device.type == "cpu")
     if config.offload == "disk":
         return DiskStore(Path(config.offload_dir) if config.offload_dir else folder)
-    return HostStore() if config.offload == "host" else None
+    return HostStore(device) if config.offload == "host" else None
 
 
 def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
@@ -116,16 +119,6 @@ def _storage(tensor: Tensor) -> int:
     return local(tensor).untyped_storage()._cdata
 
 
-class HostStore:
-    """Host memory, pinned if the device is CUDA."""
-
-    def put(self, piece: Tensor) -> Fetch:
-        device = piece.device
-        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=device.type == "cuda")
-        host.copy_(piece, non_blocking=True)
-        return lambda: host.to(device, non_blocking=True)
-
-
 MOST_QUEUED_BYTES = 8 * 2**20
 """Bytes still to be written, without the newest tensor, above which `put` waits."""
 
@@ -138,6 +131,88 @@ _PAGE = 4096
 
 
 T = TypeVar("T")
+
+
+class CopyStream:
+    """Copies between a device and the host beside the device's computation. On a CPU a copy is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)  # `torch.cpu` has the same names, which do nothing
+        self._stream = self._module.Stream(device)
+
+    def start(self, target: Tensor, source: Tensor) -> None:
+        """Starts a copy after what the computation has been given so far. Until the computation waits for its end, the
+        source may neither change nor be freed.
+        """
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        if target.is_cuda:
+            target.record_stream(self._stream)  # it may be freed unused, and its memory must not be given away at once
+
+    def end(self) -> Any:
+        """Returns the event after all copies so far, and after what the computation has been given so far."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, end: Any) -> None:
+        """Lets what the computation is given from now on wait for such an event; the host does not wait."""
+        self._module.current_stream(self._device).wait_event(end)
+
+
+class HostStore:
+    """Host memory, pinned if the device is CUDA, where PyTorch keeps freed pages for the next tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = CopyStream(device)
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        """Tensors on their way to the host, with the ends of their copies."""
+        self._number = 0
+        self._known: weakref.WeakValueDictionary[int, _OnHost] = weakref.WeakValueDictionary()
+
+    def put(self, piece: Tensor) -> Fetch:
+        """See `Store`. The computation waits while more than `MOST_QUEUED_BYTES`, besides this tensor, are leaving."""
+        while sum(leaving.nbytes for leaving, _ in self._leaving) > MOST_QUEUED_BYTES:
+            # A tensor that is freed behind the computation's wait is overwritten after its copy.
+            self._copies.wait(self._leaving[0][1])
+            self._leaving.popleft()
+        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
+        self._copies.start(host, piece)
+        self._leaving.append((piece, self._copies.end()))
+        one = _OnHost(host, piece.device, self._number)
+        self._known[self._number] = one
+        self._number += 1
+        return partial(self.fetch, one)
+
+    def fetch(self, one: "_OnHost") -> Tensor:
+        """Fetch the tensor; starts reading those put shortly before it."""
+        while self._leaving:
+            self._copies.wait(self._leaving[0][1])
+            self._leaving.popleft()
+        for number in range(one.number, one.number - 1 - READ_AHEAD, -1):
+            near = self._known.get(number)
+            if near is not None and near.arriving is None and (near is one or not near.was_fetched):
+                here = torch.empty(near.host.shape, dtype=near.host.dtype, device=near.device)
+                self._copies.start(here, near.host)
+                near.arriving = here, self._copies.end()
+        assert one.arriving is not None
+        (here, end), one.arriving, one.was_fetched = one.arriving, None, True
+        self._copies.wait(end)
+        return here
+
+
+@dataclass(eq=False)
+class _OnHost:
+    """A tensor in the host's memory. arriving: it on its device, and the end of the copy, from its reading on."""
+
+    host: Tensor
+    device: torch.device
+    number: int
+    arriving: tuple[Tensor, Any] | None = None
+    was_fetched: bool = False
 
 
 class DiskStore:
@@ -271,8 +346,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False, kw_only=True)
 class Nowhere:
-    """Keeps only shapes and returns zeros, for tracing a step without real storage. queued_bytes, read_ahead: imitate a
-    file (`DiskStore`), whose queue is assumed to be as full as allowed; it empties in backward.
+    """Keeps only shapes and returns zeros, for tracing a step without real storage. queued_bytes, read_ahead: imitate
+    the stores, whose queue is assumed to be as full as allowed; it empties in backward.
     """
 
     queued_bytes: int = 0
