@@ -186,7 +186,7 @@ class BoundedHttpTools(HttpToolsProtocol or object):  # type: ignore[misc]
         self._num_held = 0
         """Bytes parsed since the last end of a head or piece of a body: the parser keeps what they are part of."""
         self.answering: Any = None
-        """Cycle of the newest request whose answer has begun; `cycle` is that of the newest request."""
+        """Cycle of the request that is being answered, or was last; `cycle` is that of the newest request."""
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
@@ -194,7 +194,7 @@ class BoundedHttpTools(HttpToolsProtocol or object):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
-        # an exception in a callback becomes an answer 400; see `BEGINS` for the reasons
+        # an exception in a callback becomes an answer 400; see `FIRST_LINE` and `UPGRADE`
         if version != "1.1" or self.parser.should_upgrade():
             raise ValueError("only the first request of a connection may do this")
         self._num_held = 0
