@@ -1,5 +1,6 @@
 """A tiny random model, a tiny tokenizer with a chat template, and servers over them."""
 
+import asyncio
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -79,6 +80,15 @@ def engines_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return engine_in_thread(model, config), tokenizer
 
     monkeypatch.setitem(BACKENDS, OWN_BACKEND, Backend(load))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["fast", "plain"])
+def stack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Servers with uvloop and httptools, or with asyncio and h11 as where those are not installed."""
+    if request.param == "plain":
+        monkeypatch.setattr("modelwright.serve.server.new_event_loop", asyncio.new_event_loop)
+        monkeypatch.setattr("modelwright.serve.connections.HttpToolsProtocol", None)
+    return request.param
 
 
 @pytest.fixture(scope="module")

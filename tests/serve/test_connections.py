@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import json
+import os
 import re
 import resource
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,20 +22,23 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from modelwright.serve import server as server_module
+from modelwright.serve import connections
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.connections import MIN_CONNECTIONS, connection_limits
 from modelwright.serve.engines.process import EngineLink
-from modelwright.serve.server import MIN_CONNECTIONS, ServerThread, connection_limits
+from modelwright.serve.server import ServerThread
 from refusals import config_error
 from serve.patience import held, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stack")]
 
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
 
 SERVER = """
 import logging, pathlib, resource, sys
+if sys.argv[3] == "plain":
+    sys.modules["uvloop"] = sys.modules["httptools"] = None
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.load import ModelSource
@@ -78,9 +85,9 @@ def health(url: str) -> float:
 
 
 @contextlib.contextmanager
-def small_server(folder: Path, header_timeout_s: float) -> Iterator[tuple[str, subprocess.Popen]]:
+def small_server(folder: Path, header_timeout_s: float, stack: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server that may open 128 files, as a process."""
-    command = [sys.executable, "-c", SERVER, str(folder), str(header_timeout_s)]
+    command = [sys.executable, "-c", SERVER, str(folder), str(header_timeout_s), stack]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -92,9 +99,9 @@ def small_server(folder: Path, header_timeout_s: float) -> Iterator[tuple[str, s
 
 
 @pytest.mark.slow
-def test_idle_sockets_and_half_sent_headers_lock_out_nobody(model_folder: Path):
+def test_idle_sockets_and_half_sent_headers_lock_out_nobody(model_folder: Path, stack: str):
     header_timeout_s = 5.0
-    with small_server(model_folder, header_timeout_s) as (url, process), contextlib.ExitStack() as open_sockets:
+    with small_server(model_folder, header_timeout_s, stack) as (url, process), contextlib.ExitStack() as open_sockets:
         health(url)
         waits = []
         sockets = []
@@ -111,6 +118,199 @@ def test_idle_sockets_and_half_sent_headers_lock_out_nobody(model_folder: Path):
     assert max(waits) < header_timeout_s, "an answer waited for sockets to time out"
     assert "Traceback" not in errors
     assert "out of system resource" not in errors
+
+
+def test_the_stack_is_the_one_that_was_asked_for(slow_server, stack):
+    server = slow_server()
+    with connect(server.url, HALF_HEAD):
+        wait_until(lambda: len(server._connections) == 1)
+        (accepted,) = server._connections._connections
+        names = type(server._loop).__module__.split(".")[0], type(accepted._http).__name__
+    assert names == {"fast": ("uvloop", "BoundedHttpTools"), "plain": ("asyncio", "H11Protocol")}[stack]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What arrives until the other side closes or resets the connection."""
+    parts: list[bytes] = []
+    with contextlib.suppress(ConnectionError):
+        parts += iter(lambda: connection.recv(65_536), b"")
+    return b"".join(parts)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "a header": (HEALTH + b"X-Long: ", b"a" * 1000),
+    "headers": (HEALTH, b"X-Short: a\r\n" * 100),
+    "a name": (HEALTH, b"a" * 1000),
+    "an address": (b"GET /", b"a" * 1000),
+    "a second head": (HEALTH + b"\r\n" + HEALTH + b"X-Long: ", b"a" * 1000),
+    "a trailer": (CHUNKED + b"1\r\n{\r\n0\r\nX-Long: ", b"a" * 1000),
+    "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-Short: a\r\n" * 100),
+    "an extension of a chunk": (CHUNKED + b"1;", b"a" * 1000),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_is_no_body_is_bounded(slow_server, kind):
+    """One answer 400 and a closed connection, long before a time limit."""
+    server, (begin, more) = slow_server(header_timeout_s=100, body_timeout_s=100), ENDLESS[kind]
+    with connect(server.url, begin) as connection:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not select.select([connection], [], [], 0.002)[0] or (kind == "a second head" and sent < 100_000):
+                connection.sendall(more)
+                sent += len(more)
+                assert sent < 1_000_000, "it is read without an end"
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 400 ") == 1 or (not answer and sent > connections.HEAD_BYTES)
+    assert answer.count(b"HTTP/1.1 ") == 1 + (kind == "a second head")
+    assert health(server.url) < 30
+
+
+def test_a_long_head_in_one_part_of_which_all_arrives_at_once_is_bounded(slow_server):
+    server = slow_server()
+    with connect(server.url, HALF_HEAD + b"a" * 2**20) as connection:
+        assert read_all(connection).count(b"HTTP/1.1 ") <= 1
+    with connect(server.url, HALF_HEAD + b"a" * 8000 + b"\r\n\r\n") as connection:
+        assert b" 200 OK" in connection.recv(65_536)
+
+
+@pytest.mark.parametrize("upgrade", [b"Upgrade: h2c", b"upgrade:websocket"])
+def test_an_offer_of_another_protocol_is_ignored(slow_server, upgrade):
+    """Java's client offers HTTP/2 with every request, and httptools reads no body after the offer."""
+    server = slow_server()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n" + upgrade
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: %d\r\n\r\n" % (offer, len(body))
+    with connect(server.url) as connection:
+        for part in (head + body, head, body, head[:40], head[40:] + body):
+            connection.sendall(part)
+            if part.endswith(body):
+                assert connection.recv(65_536).startswith(b"HTTP/1.1 200 OK")
+    # the second request of a connection: an answer or a refusal, but not a request without its body
+    with connect(server.url, HEALTH + b"\r\n") as connection:
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(head + body)
+        answer = connection.recv(65_536)
+        assert answer.startswith(b"HTTP/1.1 200 OK") or (answer.count(b" 400 ") == 1 and not read_all(connection))
+
+
+@pytest.mark.parametrize("first", [b"\x16\x03\x01\x02\x00\x01", b"hello\n\n", b"GET /\r\n\r\n"])
+def test_what_is_not_http_is_refused_at_once(slow_server, first):
+    server = slow_server(header_timeout_s=100)
+    with connect(server.url, first) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_lines_may_end_without_a_return(slow_server):
+    with connect(slow_server().url, b"GET /health HTTP/1.1\nHost: x\n\n") as connection:
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_order_and_few_are_parsed(slow_server, stack):
+    """Each parsed request takes two kilobytes, so those that wait must not all be parsed."""
+    server = slow_server()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    most = 0
+    with connect(server.url) as connection:
+        with held(server):
+            connection.sendall(head + body + (HEALTH + b"\r\n") * 2000)
+            wait_until(lambda: server.service.worker.num_open == 1)
+            (accepted,) = server._connections._connections
+            time.sleep(0.2)
+            most = len(accepted._http.pipeline) if stack == "fast" else 0
+        answers, end = b"", time.monotonic() + 60
+        while answers.count(b"HTTP/1.1 200 OK") < 2001:
+            answers += connection.recv(65_536)
+            assert time.monotonic() < end
+    assert answers.index(b'"text_completion"') < answers.index(b'"status"')
+    assert most < 200
+
+
+def test_requests_behind_an_open_answer_have_a_bound(slow_server, monkeypatch, stack):
+    """Each request that ends lets the transport read on, so a pause of reading alone would bound nothing."""
+    monkeypatch.setattr(connections, "UNPARSED_BYTES", 20_000)
+    server = slow_server()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with held(server), connect(server.url, post) as connection:
+        wait_until(lambda: server.service.worker.num_open == 1)
+        connection.sendall((HEALTH + b"\r\n") * 2000)
+        if stack == "fast":
+            wait_until(lambda: is_closed(connection))
+            wait_until(lambda: server.service.worker.num_open == 0)
+        else:
+            time.sleep(0.3)
+            assert not is_closed(connection)
+
+
+def test_few_connections_are_accepted_in_one_round(slow_server, monkeypatch):
+    """200 arrive while the event loop is busy. They would take 200 descriptors before any of them is counted."""
+    few_connections(monkeypatch, total=4, per_address=4)
+    server = slow_server()
+    health(server.url)
+    counts: list[int] = []
+    released = threading.Event()
+
+    def count() -> None:
+        counts.append(len(os.listdir("/dev/fd")))
+        server._loop.call_soon(count)
+
+    def block() -> None:
+        released.wait()
+        server._loop.call_soon(count)
+
+    with contextlib.ExitStack() as open_sockets:
+        server._loop.call_soon_threadsafe(block)
+        clients = [open_sockets.enter_context(connect(server.url)) for _ in range(200)]
+        before = len(os.listdir("/dev/fd"))
+        released.set()
+        wait_until(lambda: sum(map(is_closed, clients)) >= 196)
+    assert max(counts) - before <= 4 + connections.SPARE_DESCRIPTORS
+
+
+def test_a_process_without_free_descriptors_accepts_again_later(slow_server, monkeypatch, caplog):
+    monkeypatch.setattr("modelwright.serve.server.OUT_OF_FILES_PAUSE_S", 0.2)
+    server = slow_server()
+    listening = server._socket
+
+    class Full:
+        """A socket whose first connection finds no free descriptor."""
+
+        def accept(self) -> tuple[socket.socket, object]:
+            server._socket = listening
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def fileno(self) -> int:
+            return listening.fileno()
+
+    server._socket = Full()  # type: ignore[assignment]
+    assert health(server.url) >= 0.2
+    assert "no connections are accepted for 0.2s: Too many open files" in caplog.text
+
+
+def test_a_reply_is_one_part_and_so_is_the_end_of_a_stream(slow_server, monkeypatch):
+    sent: list[bytes] = []
+
+    class Recorded(connections._RoundTransport):
+        def _flush(self) -> None:
+            sent.append(b"".join(self._parts))
+            super()._flush()
+
+    monkeypatch.setattr(connections, "_RoundTransport", Recorded)
+    server = slow_server()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    (reply,) = [part for part in sent if part]
+    assert b"200 OK" in reply
+    assert reply.endswith(b"}")
+    sent.clear()
+    httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True})
+    last = [part for part in sent if part][-1]
+    assert last.count(b"data: ") >= 2
+    assert last.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_headers_that_come_byte_by_byte_run_out_of_time(slow_server):
@@ -155,7 +355,7 @@ def test_an_answer_that_nobody_reads_is_dropped(slow_server):
 
 
 def few_connections(monkeypatch: pytest.MonkeyPatch, total: int, per_address: int) -> None:
-    limits = server_module.ConnectionLimits(total=total, per_address=per_address)
+    limits = connections.ConnectionLimits(total=total, per_address=per_address)
     monkeypatch.setattr("modelwright.serve.server.connection_limits", lambda config: limits)
 
 
@@ -211,7 +411,7 @@ def test_a_client_that_ends_its_side_after_a_whole_request_gets_the_answer(slow_
 
 
 def test_interim_responses_to_a_half_closed_client_are_skipped_by_clients(slow_server, monkeypatch):
-    monkeypatch.setattr(server_module, "PROBE_AFTER_S", 0.0)
+    monkeypatch.setattr(connections, "PROBE_AFTER_S", 0.0)
     server = slow_server()
     parts = urlsplit(server.url)
     client = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
@@ -247,7 +447,7 @@ def test_writes_to_lost_connections_do_not_flood_the_log(caplog: pytest.LogCaptu
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
         link = EngineLink(lambda message: None)
         link.connection_made(transport)
-        http = server_module._OpenTransport(transport)
+        http = connections._RoundTransport(transport)
         theirs.close()
         for _ in range(20):
             link.send({"abort": ["1"]})

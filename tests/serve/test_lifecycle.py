@@ -57,6 +57,7 @@ def test_full_queue_is_429_with_retry_after(slow_server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("stack")
 def test_a_client_that_leaves_frees_its_place(slow_server, stream):
     server = slow_server()
     with held(server, after=20):
@@ -79,6 +80,7 @@ def test_a_client_that_leaves_frees_its_place(slow_server, stream):
     assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.usefixtures("stack")
 def test_drain_finishes_running_answers_and_refuses_new_ones(slow_server):
     server = slow_server(drain_timeout_s=200)
     with ThreadPoolExecutor() as pool:
@@ -98,6 +100,7 @@ def test_drain_finishes_running_answers_and_refuses_new_ones(slow_server):
     assert server.join(120)
 
 
+@pytest.mark.usefixtures("stack")
 def test_drain_is_bounded_in_time(slow_server):
     server = slow_server(drain_timeout_s=0.2, max_running=4)
 
@@ -129,9 +132,11 @@ def reload_by_signal(process: subprocess.Popen, url: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_drains_and_exits_with_zero(model_folder):
+def test_sigterm_drains_and_exits_with_zero(model_folder, stack):
     program = (
         "import logging, pathlib, sys\n"
+        "if sys.argv[2] == 'plain':\n"
+        "    sys.modules['uvloop'] = sys.modules['httptools'] = None\n"
         "from modelwright.serve.config import ServeConfig\n"
         "from modelwright.serve.load import ModelSource\n"
         "from modelwright.serve.server import run_server\n"
@@ -142,7 +147,7 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KEY": "hush-hush"}
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(model_folder)],
+        [sys.executable, "-c", program, str(model_folder), stack],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     ) as process:  # fmt: skip
         try:
@@ -197,6 +202,7 @@ def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
         ServerThread(*arguments, ServeConfig(port=0, api_key_env="NO_SUCH_KEY"), model_name="tiny")
 
 
+@pytest.mark.usefixtures("stack")
 def test_slow_body_times_out(slow_server):
     server = slow_server(body_timeout_s=0.2)
     host, port = server.url.removeprefix("http://").split(":")

@@ -85,6 +85,7 @@ def test_no_text_of_a_full_context_is_longer_than_the_limit(server: ServerThread
     assert len(text) <= limits.context * limits.max_token_bytes
 
 
+@pytest.mark.usefixtures("stack")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_too_large_for_the_context_is_413(slow_server, chunked):
     server = slow_server()

@@ -1,9 +1,5 @@
-"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`), with limits on
-connections: their number, the time for a request to arrive, and the time for an answer to be read.
-
-uvicorn itself limits only the pause between two requests, so each connection's protocol is wrapped. When there is no
-room, a new connection replaces the one that has waited longest for a complete request, as nginx reuses idle
-connections, so that idle clients cannot lock out active ones.
+"""Runs the server in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`). Its connections
+and their limits are in `connections.py`.
 
 A server without a socket: the model, its observers, start and shutdown, and the ASGI application with a log line for
 each request and errors in OpenAI's form.
@@ -14,10 +10,6 @@ each request and errors in OpenAI's form.
 import asyncio
 import contextlib
 import gc
-import ipaddress
-import json
-import os
-import resource
 import secrets
 import signal
 import socket
@@ -25,10 +17,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -39,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from modelwright.core.config import ConfigError
 from modelwright.serve.ab.controller import Experiments
@@ -47,14 +38,20 @@ from modelwright.serve.account.monitoring import CLIENT_ID, ID_HEADER, ID_SCOPE,
 from modelwright.serve.account.observers import RequestLog, Tracing, tracing_to
 from modelwright.serve.api.operations import EXTRAS, all_operations
 from modelwright.serve.config import RequestsConfig, ServeConfig
+from modelwright.serve.connections import ACCEPTS_PER_ROUND, Connection, ConnectionTable, connection_limits
 from modelwright.serve.engines.backends import load_engines
 from modelwright.serve.engines.client import EngineClient
-from modelwright.serve.errors import RETRY_AFTER_S, ApiError, error_body, log, shutting_down
+from modelwright.serve.errors import ApiError, error_body, log, shutting_down
 from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate, Reloader, same_place
 from modelwright.serve.served_model import ServedModel, serve_model
 from modelwright.serve.service import CLIENT_LEFT, IGNORED_HEADER, VERSION_HEADER, Service
+
+try:
+    import uvloop
+except ImportError:  # it has no packages for Windows and PyPy
+    uvloop = None
 
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
@@ -246,25 +243,13 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
 
 
-ACCEPTS_PER_ROUND = 8
-"""Connections that the event loop accepts in one round. They take their descriptors before any of our code runs, and up
-to four rounds pass until a replaced connection has released its descriptor."""
-SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
-"""File descriptors that are not for connections: those of accepted ones that are not counted yet, and those of files.
-"""
-IDLE_CONNECTIONS = 1024
-"""Connections in addition to those of answers that may run and wait at once."""
-MIN_CONNECTIONS = 8
-"""Fewest connections with which a server starts."""
-LEAVING_POLL_S = 0.2
-"""Seconds between two checks of a client that has closed its sending side."""
-PROBE_AFTER_S = 2.0
-"""Seconds before a client that has closed its sending side is probed. Programs that close their side after a request
-and then read to the end (`nc -N`) would show the probe, so answers that take less time come without one."""
 CLOSE_TIMEOUT_S = 2
 LISTEN_BACKLOG = 256
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Interim response that clients skip (RFC 9110, section 15.2). A closed socket answers it with a reset."""
+OUT_OF_FILES_PAUSE_S = 1.0
+"""Pause of accepting connections when this process may open no more files."""
+
+new_event_loop = uvloop.new_event_loop if uvloop else asyncio.new_event_loop
+"""Event loop of a server; what uvloop saves is in docs/log/serving.md."""
 
 
 class ServerThread:
@@ -310,6 +295,7 @@ class ServerThread:
                 text = f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another port, "
                 raise ConfigError(f"{text}or 0 for a free one") from None
             self._socket.listen(LISTEN_BACKLOG)
+            self._socket.setblocking(False)
         except BaseException:
             client.discard()  # no process may outlive a server that was never built
             raise
@@ -319,8 +305,9 @@ class ServerThread:
         self._reloading: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._drain = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._connections = ConnectionTable(connection_limits(config), config, self.application.metrics)
+        self._opening: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     @property
@@ -385,30 +372,55 @@ class ServerThread:
             server_header=False,
             lifespan="off",  # the application is started and closed here
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            http=self._connections.open,  # type: ignore[arg-type]
             ws="none",
-            # asyncio accepts up to the backlog in one round of the event loop
-            backlog=ACCEPTS_PER_ROUND,
             ssl_certfile=config.tls_certificate or None,
             ssl_keyfile=config.tls_key or None,
         )
         server = uvicorn.Server(settings)
-        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        serving = asyncio.create_task(server.serve(sockets=[]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        # again, because asyncio has set the backlog to the number of connections that it accepts in one round
-        self._socket.listen(LISTEN_BACKLOG)
+        self._loop.add_reader(self._socket, self._accept, settings, server.server_state)
         self._ready.set()
         watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
         # uvicorn runs until the answers are finished, because it closes connections when it ends
         await self.application.finish_answers()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
         server.should_exit = True
         await serving
         draining.cancel()
         watching.cancel()
         await self.application.close()
+
+    def _accept(self, settings: uvicorn.Config, state: ServerState) -> None:
+        """Accepts up to `ACCEPTS_PER_ROUND` of the connections that wait."""
+
+        async def connect(accepted: socket.socket) -> None:
+            with contextlib.suppress(OSError):  # the client has left, or its handshake of TLS has failed
+                opened = partial(Connection, self._connections, settings, state)
+                await self._loop.connect_accepted_socket(opened, accepted, ssl=settings.ssl)
+
+        # not by uvicorn, because asyncio accepts the whole backlog in one round of the event loop, and uvloop even
+        # connections that arrive meanwhile
+        for _ in range(ACCEPTS_PER_ROUND):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.warning("no connections are accepted for %gs: %s", OUT_OF_FILES_PAUSE_S, error.strerror)
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(
+                    OUT_OF_FILES_PAUSE_S, self._loop.add_reader, self._socket, self._accept, settings, state
+                )
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(connect(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
 
 def run_server(
@@ -456,209 +468,3 @@ def run_server(
             for number, handler in before.items():
                 signal.signal(number, handler)
         return received[0] if received else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
-    """Limits on simultaneous connections. `total`: all of them; `per_address`: those of one client address."""
-
-    total: int
-    per_address: int
-
-
-def connection_limits(config: ServeConfig) -> ConnectionLimits:
-    """Returns limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
-    answers = config.engines * config.engine.max_num_seqs + config.max_queued
-    total = answers + IDLE_CONNECTIONS
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        # this process has model files, engines and databases open already
-        total = min(total, soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS)
-    if total < MIN_CONNECTIONS:
-        raise ConfigError(
-            f"serve: this process may open {soft} files, too few for a server; raise the limit (ulimit -n 1024)"
-        )
-    if total < answers:
-        text = "%d connections fit into the %d files that may be open (ulimit -n), but up to %d answers may need one"
-        log.warning(text, total, soft, answers)
-    # one address cannot take all connections, but a proxy in front of the server needs most of them
-    return ConnectionLimits(total=total, per_address=total - total // 4)
-
-
-class ConnectionTable:
-    """All connections of a server. `open` creates a connection's protocol, `watch` enforces the time limits."""
-
-    def __init__(self, limits: ConnectionLimits, config: ServeConfig, metrics: Metrics) -> None:
-        self._limits = limits
-        self._header_timeout_s, self._send_timeout_s = config.header_timeout_s, config.send_timeout_s
-        self._metrics = metrics
-        self._connections: set[Connection] = set()
-
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    def open(self, *, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
-        """Creates the protocol of an accepted connection. Called by uvicorn."""
-        return Connection(self, H11Protocol(config, server_state, app_state, _loop))
-
-    def admit(self, connection: "Connection") -> bool:
-        """Adds a connection, if necessary in place of another one. Returns false if all others are being answered."""
-        same_address = [other for other in self._connections if other.address == connection.address]
-        full = same_address if len(same_address) >= self._limits.per_address else []
-        full = full or (self._connections if len(self) >= self._limits.total else [])
-        if full:
-            # never one that is being answered
-            replaceable = [other for other in full if other.awaits_request()]
-            if not replaceable:
-                self._metrics.closed_connections.labels("refused").inc()
-                return False
-            self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
-        self._connections.add(connection)
-        self._metrics.connections.set(len(self))
-        return True
-
-    def remove(self, connection: "Connection") -> None:
-        self._connections.discard(connection)
-        self._metrics.connections.set(len(self))
-
-    async def watch(self) -> None:
-        """Closes connections that exceed a time limit. Runs until canceled."""
-        while True:
-            await asyncio.sleep(min(1.0, self._header_timeout_s / 4, self._send_timeout_s / 4))
-            now = asyncio.get_running_loop().time()
-            for connection in list(self._connections):
-                connection.note_progress(now)
-                if connection.is_between_requests() and now - connection.waiting_since > self._header_timeout_s:
-                    self._close(connection, "header_timeout")
-                elif 0 < connection.blocked_since < now - self._send_timeout_s:
-                    self._close(connection, "send_timeout")
-
-    def _close(self, connection: "Connection", reason: str) -> None:
-        self._metrics.closed_connections.labels(reason).inc()
-        self.remove(connection)  # at once, because `connection_lost` follows only in a later round of the event loop
-        connection.abort()
-
-
-class _OpenTransport:
-    """A transport that drops writes once the connection is lost. A protocol learns of the loss only in the event loop's
-    next round, and asyncio logs a warning for every write until then.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-
-    def write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class Connection(asyncio.Protocol):
-    """A connection: forwards events to uvicorn's protocol, and tracks the state of the client.
-
-    The state of the current request is uvicorn's: `cycle` is None before the first request's headers have arrived.
-    """
-
-    def __init__(self, table: ConnectionTable, http: H11Protocol) -> None:
-        self._table = table
-        self._http = http
-        self._transport: asyncio.Transport
-        self._seen_cycle: object = None
-        self._leaving: asyncio.Task[None] | None = None
-        self._is_admitted = False
-        self.address = ""
-        self.waiting_since = 0.0
-        """Time of the event loop at which the connection began to wait for its next request."""
-        self.blocked_since = 0.0
-        """Time of the event loop since which the client has not read what was sent; 0 if it reads."""
-
-    def is_between_requests(self) -> bool:
-        """Returns true unless the headers of an unanswered request have arrived."""
-        return self._http.cycle is None or self._http.cycle.response_complete
-
-    def awaits_request(self) -> bool:
-        """Returns true unless a complete unanswered request has arrived."""
-        return self.is_between_requests() or self._http.cycle.more_body
-
-    def note_progress(self, now: float) -> None:
-        """Restarts the clock of the wait for a request with every request."""
-        # not with every byte, because a client can send headers one byte at a time
-        if not self.is_between_requests() or self._http.cycle is not self._seen_cycle:
-            self._seen_cycle, self.waiting_since = self._http.cycle, now
-
-    def abort(self) -> None:
-        """Closes without waiting for the client to read."""
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        peer = transport.get_extra_info("peername")
-        if peer:
-            # one client usually has a whole /64 of IPv6
-            address = ipaddress.ip_address(peer[0])
-            network = ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address
-            self.address = str(network)
-        self.waiting_since = asyncio.get_running_loop().time()
-        self._is_admitted = self._table.admit(self)
-        if self._is_admitted:
-            self._http.connection_made(cast(asyncio.Transport, _OpenTransport(transport)))
-        else:
-            text = "The server has no free connection; try again later."
-            body = json.dumps(error_body(503, text, code="overloaded")).encode()
-            head = (
-                "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                f"Retry-After: {RETRY_AFTER_S}\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            transport.write(head.encode() + body)
-            transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
-
-    def eof_received(self) -> bool:
-        """Keeps the connection for the answer if the client has closed its sending side after a complete request."""
-        if self.awaits_request() or self._transport.get_extra_info("sslcontext"):
-            return False  # TLS has no half-closed connections
-        self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._answer_and_close())
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._table.remove(self)
-        if self._leaving:
-            self._leaving.cancel()
-        if self._is_admitted:
-            self._http.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self.blocked_since = asyncio.get_running_loop().time()
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.blocked_since = 0.0
-        self._http.resume_writing()
-
-    async def _answer_and_close(self) -> None:
-        """Waits until the answer is written, then closes; closes at once if the client has left."""
-        # A client that has only closed its sending side and one that has closed its socket look the same until
-        # something is sent to them: a closed socket resets the connection, which the socket's error then shows.
-        cycle, is_probed = self._http.cycle, False
-        loop = asyncio.get_running_loop()
-        left_at = loop.time()
-        while not cycle.response_complete:
-            if not is_probed and (cycle.response_started or loop.time() - left_at > PROBE_AFTER_S):
-                is_probed = True
-                if cycle.scope["http_version"] != "1.1":
-                    pass  # older versions have no interim responses
-                elif cycle.response_started:
-                    # only event streams stay open after their start, in which this is a comment
-                    with contextlib.suppress(RuntimeError):
-                        await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
-                else:
-                    self._transport.write(PROBE)
-            await asyncio.sleep(LEAVING_POLL_S)
-            if self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.abort()
-                return
-        self._transport.close()
