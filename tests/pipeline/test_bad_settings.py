@@ -47,7 +47,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
-        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: unknown setting; did you mean 'max_queued'?"),
+        (b"recipe: tiny\nserve: {max_wait: 5}\n", "serve.max_wait: unknown setting; did you mean 'max_wait_s'?"),
         (b"recipe: tiny\nhardware: {num_threads: 100000000}\n", "hardware.num_threads: must be from 0"),
         (b"recipe: tiny\nmodel: {num_layers: 100000000}\n", "lower model.model_dim (64), model.num_layers (100000000)"),
         (b"recipe: tiny\nmodel: {model_dim: 100000000}\n", "lower model.model_dim (100000000)"),

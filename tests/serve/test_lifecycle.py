@@ -19,6 +19,7 @@ import pytest
 from openai import OpenAI
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
+from modelwright.serve import served_model
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
 from refusals import config_error
@@ -54,6 +55,45 @@ def test_full_queue_is_429_with_retry_after(slow_server):
             wait_until(lambda: refusals + "2.0" in httpx.get(f"{server.url}/metrics").text)
         assert later.result()
         assert [future.result().status_code for future in running] == [200, 200]
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once(slow_server):
+    server = slow_server(max_wait_s=0.5)
+    worker = server.service.worker
+    worker.typical_answer_s = 0.2
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            running = [pool.submit(post, server.url, max_tokens=5) for _ in range(2)]
+            wait_until(lambda: worker.num_open == 2)
+            worker.typical_answer_s = 1.0  # so the third answer would begin in two seconds
+            refused = post(server.url, max_tokens=1)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert "would begin in 2 s" in refused.json()["error"]["message"]
+            assert 2 <= int(refused.headers["retry-after"]) <= 3
+            worker.typical_answer_s = 0.2
+            running.append(pool.submit(post, server.url, max_tokens=5))
+            wait_until(lambda: worker.num_open == 3)
+        assert [future.result().status_code for future in running] == [200, 200, 200]
+    assert post(server.url, max_tokens=1, n=2).status_code == 200, "nothing is before it"
+
+
+def test_the_pace_is_that_of_the_answers_that_ended_while_others_waited(slow_server, monkeypatch):
+    server = slow_server(max_running=2)
+    worker, now = server.service.worker, [100.0]
+    monkeypatch.setattr(served_model.time, "monotonic", lambda: now[0])
+    worker.typical_answer_s = 3.0
+    assert worker.pace_s == 1.5, "half of an answer for each of two places"
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            running = [pool.submit(post, server.url, max_tokens=5) for _ in range(4)]
+            wait_until(lambda: worker.num_open == 4)
+        assert [future.result().status_code for future in running] == [200] * 4
+    wait_until(lambda: worker.num_open == 0)
+    assert worker.pace_s == worker.typical_answer_s / 2, "what ended while a place was free says nothing"
+    worker._ends.extend([96.0, 96.0, 98.0, 98.0])
+    assert worker.pace_s == 1.0
+    now[0] = 104.0
+    assert worker.pace_s == 2.0, "an engine that has stopped ends no more answers"
 
 
 @pytest.mark.parametrize("stream", [False, True])

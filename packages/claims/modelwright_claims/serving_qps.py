@@ -85,22 +85,19 @@ def prompts_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
     return prompts
 
 
-def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
-    """Return the command of each server that can be started here. num_open: answers that ours may have open at once, 0
-    for its default. A `{port}` is a free one.
-    """
+def commands(files: Files) -> dict[str, list[str]]:
+    """Return the command of each server that can be started here. A `{port}` is a free one."""
     python = sys.executable
     serve = [python, "-m", "modelwright.cli.main", "serve"]
-    ours = [f"--served-model-name={MODEL}", "--exit-with-parent", "--port=0"]
-    many = [*ours, *_limits(num_open, num_usable_cores())]  # so small a model answers the most with an engine a core
+    ours = [f"--served-model-name={MODEL}", "--exit-with-parent", "--port=0", f"--max_wait_s={MAX_WAIT_S}"]
+    many = [*ours, f"--engines={num_usable_cores()}"]  # so small a model answers the most with an engine a core
     found = {
         NAIVE: [python, "-m", "modelwright_claims.naive_server", str(files.model)],
         FP32: [*serve, str(files.model), *many],
         INT8: [*serve, str(files.int8), *many],
     }
     if importlib.util.find_spec("openvino_genai"):
-        one = [*ours, *_limits(num_open, 1)]
-        found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *one]
+        found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *ours]
     program = shutil.which("llama-server")
     if program:
         threads = str(num_usable_cores())
@@ -108,17 +105,6 @@ def commands(files: Files, num_open: int = 0) -> dict[str, list[str]]:
         slots += ["--threads", threads, "--threads-batch", threads]
         found[LLAMA_CPP] = [program, "--model", str(files.gguf), "--port", "{port}", *slots]
     return found
-
-
-def _limits(num_open: int, num_engines: int) -> list[str]:
-    """Return the settings that allow `num_open` answers at once: up to `MOST_SEQS` in each engine's steps, the rest in
-    the queue. 0: the defaults.
-    """
-    engines = [f"--engines={num_engines}"]
-    if not num_open:
-        return engines
-    num_seqs = min(MOST_SEQS, max(1, num_open // num_engines))
-    return [*engines, f"--engine.max_num_seqs={num_seqs}", f"--max_queued={max(0, num_open - num_engines * num_seqs)}"]
 
 
 _ADDRESS = re.compile(r"https?://[\d.]+:\d+")
@@ -209,9 +195,8 @@ BOUND_S = 0.150
 """Bound on the 99th percentile of the latency of answers of `SHORT` tokens, as published."""
 SHORT = 8
 OVERLOAD, OVERLOAD_FACTOR, RECOVERY_TARGET_S = 3.0, 2.0, 5.0
-OPEN_S = 0.1
-"""Our server may have as many open answers as it finishes in this time: with many more the last one would miss the
-bound, and in an overload accepted answers should be quick."""
+MAX_WAIT_S = 0.05
+"""Longest expected wait with which our server accepts a request: in an overload accepted answers should be quick."""
 RESOLUTION = 1.05
 """A largest rate is one that holds, where `RESOLUTION` times as much does not."""
 RATE, USUAL = "largest rate, ", ", Poisson, 8 tokens"
@@ -389,8 +374,7 @@ def measure(setting: Setting) -> Measurement:
         tokenizer.save(int8)
         gguf = export_gguf(folder / MODEL, folder / GGUF, number_format="q8_0", name=MODEL)
         files = Files(model=folder / MODEL, int8=int8, gguf=gguf, prompts=prompts_of(texts, tokenizer))
-        num_open = measured_limit(setting, plan, files, folder)
-        available = commands(files, num_open)
+        available = commands(files)
         sides = {side: command for side, command in available.items() if side in plan.sides}
         with ExitStack() as stack:
             urls = {
@@ -413,7 +397,7 @@ def measure(setting: Setting) -> Measurement:
             "prompts": f"{len(files.prompts)} texts of {PROMPT_LENS[0]} to {PROMPT_LENS[-1]} tokens, each another one",
             "cores": num_usable_cores(),
             "load": "open loop from another process on the same cores; latencies from the planned time of a request",
-            "answers that ours may have open": num_open,
+            "longest wait that ours accepts in s": MAX_WAIT_S,
             "engines of ours": num_usable_cores(),
             "requests of a trial": f"{plan.trial_s:g} s, at least {plan.min_requests}",
             "largest lag of the load generator in ms": 1000 * bench.lag_s,
@@ -423,13 +407,6 @@ def measure(setting: Setting) -> Measurement:
             "seconds": time.perf_counter() - started,
         },
     )
-
-
-def measured_limit(setting: Setting, plan: Plan, files: Files, folder: Path) -> int:
-    """Return how many answers our server may have open: the number that it finishes in `OPEN_S`, by its INT8 model."""
-    with running(commands(files)[INT8], folder / "limits.log") as url:
-        rate = Bench(setting, plan, files, {INT8: url}).saturate(INT8)
-    return max(4, round(OPEN_S * rate))
 
 
 def run_all(bench: Bench) -> None:

@@ -42,9 +42,12 @@ class ServeConfig:
     Engines share the cores, are restarted when they end, and take over each other's answers. A single engine leaves one
     core to the server if the model has fewer than 50M parameters; for such a model, one engine per core serves the most
     requests."""
-    max_queued: int = 128
-    """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine; more are refused with
-    429."""
+    max_wait_s: float = 60.0
+    """Longest wait in seconds before an engine begins with a request, expected by the pace at which the answers before
+    it end. A request that would wait longer is refused at once with 429, so that those that are accepted stay quick in
+    an overload."""
+    max_queued: int = constant(128)
+    """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine, whatever the pace."""
     max_queued_tokens: int = constant(1_048_576)
     """Most tokens of prompts and of the longest possible answers that all running and waiting requests may have
     together; more are refused with 429."""
@@ -130,7 +133,7 @@ class ServeConfig:
         for name in ("engines", "max_completions", "max_body_bytes", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queued", "body_timeout_s", "drain_timeout_s"):
+        for name in ("max_wait_s", "max_queued", "body_timeout_s", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
 

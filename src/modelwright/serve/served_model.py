@@ -5,6 +5,7 @@ through which engines report to the event loop, which never waits for an engine 
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from modelwright.serve.load import ModelSource, ServedTokenizer, adapted_fingerp
 
 TYPICAL_SHARE = 0.1
 """Weight of the newest answer in the running average of the duration of answers."""
+ROUNDS_SEEN = 4
+"""Number of times that all places of the engines become free, over which the pace of answers is taken: answers that
+began together end together, so a shorter time may have all ends or none."""
 
 
 class Stream:
@@ -81,12 +85,17 @@ class Stream:
 class EngineWorker:
     """The answers that the engines of `client` compute for one version of the model. Belongs to the event loop."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int) -> None:
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, *, max_queue: int, max_tokens: int, max_wait_s: float
+    ) -> None:
         self.client = client
         self.metrics = metrics
         self.failed = False
         self.typical_answer_s = 1.0
         self.num_held = 0
+        self._max_wait_s = max_wait_s
+        self._ends: deque[float] = deque(maxlen=ROUNDS_SEEN * client.info.max_num_seqs)
+        """Monotonic times at which answers have ended since others wait."""
         self._capacity = client.info.max_num_seqs + max_queue
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -111,9 +120,17 @@ class EngineWorker:
         finally:
             self.num_held -= 1
 
+    @property
+    def pace_s(self) -> float:
+        """Seconds from the end of one answer to that of the next while all places are taken."""
+        if len(self._ends) < self.client.info.max_num_seqs:  # those wait too shortly to tell
+            return self.typical_answer_s / self.client.info.max_num_seqs
+        # Until now, not until the last end, because an engine may have stopped
+        return (time.monotonic() - self._ends[0]) / len(self._ends)
+
     def require_room(self, count: int, num_tokens: int = 0) -> None:
-        """Raises `ApiError` 429 if `count` more answers with `num_tokens` in all do not fit in the queue, 503 without a
-        running engine. An empty queue accepts a request of any size.
+        """Raises `ApiError` 429 if `count` more answers with `num_tokens` in all do not fit in the queue or would wait
+        too long, 503 without a running engine. An empty queue accepts a request of any size.
         """
         if self.failed:
             raise ApiError(503, self.client.unavailable, code="engine_failed")
@@ -121,8 +138,11 @@ class EngineWorker:
             raise shutting_down(self.client.unavailable)
         excess = self.num_open + count - self._capacity
         if excess > 0:
-            # `max_num_seqs` answers finish in the time of a typical one
-            raise limit_reached("The queue is full.", self.typical_answer_s * excess / self.client.info.max_num_seqs)
+            raise limit_reached("The queue is full.", self.pace_s * excess)
+        wait_s = self.pace_s * max(0, self.num_open + count - self.client.info.max_num_seqs)
+        if self.num_open and wait_s > self._max_wait_s:
+            text = f"The answer would begin in {wait_s:.2g} s, later than allowed."
+            raise limit_reached(text, wait_s - self._max_wait_s)
         if self.num_open and self._num_tokens + num_tokens > self._max_tokens:
             raise limit_reached("The queue holds as many tokens as it may.", self.typical_answer_s)
 
@@ -152,6 +172,10 @@ class EngineWorker:
         self._num_tokens -= self._jobs.pop(request_id).max_total_tokens
         # an exponential moving average, from which waits for a free place are estimated
         self.typical_answer_s += TYPICAL_SHARE * (answer_s - self.typical_answer_s)
+        if self.num_open >= self.client.info.max_num_seqs:
+            self._ends.append(time.monotonic())
+        else:
+            self._ends.clear()
         self.client.abort(request_id)
         if not self._streams:
             self.idle.set()
@@ -271,7 +295,9 @@ def serve_model(
         # base64 has four characters for each three bytes
         image_bytes=images.max_count * (images.max_bytes // 3 + 1) * 4 if info.reads_images else 0,
     )
-    worker = EngineWorker(client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens)
+    worker = EngineWorker(
+        client, metrics, max_queue=config.max_queued, max_tokens=config.max_queued_tokens, max_wait_s=config.max_wait_s
+    )
     grammars = GrammarCompiler(tokenizer.definition, info.vocab_size, tokenizer.stop_ids)
     adapters = {
         name: ServedAdapter(Path(config.adapters[name]), name, adapted_fingerprint(info.fingerprint, digest))
