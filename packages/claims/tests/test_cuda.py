@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import full_memory
 import pytest
 import tiny_run
 import torch
@@ -15,6 +16,7 @@ import training_switches
 from modelwright.core.artifacts import StageDir
 from modelwright.core.config import ConfigError, Stopped
 from modelwright.core.progress import SilentProgress
+from modelwright.core.records import column, read_records
 from modelwright.data.rows.batch import IGNORED, TokenBatch
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import Completion, generate
@@ -30,6 +32,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.precision.policy import PrecisionConfig
 from modelwright.train.technique import observer
+from modelwright_claims.memory_probe import RandomRows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -119,6 +122,38 @@ def test_training_losses_are_the_cpu_s(tmp_path):
 def test_microbatches_change_nothing(tmp_path):
     whole = losses_on("cuda", tmp_path / "whole")
     assert losses_on("cuda", tmp_path / "parts", gradient_accumulation_steps=4) == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_full_card_goes_on_in_smaller_microbatches(tmp_path):
+    """A limit of the allocator takes the place of the card's memory; tests/train/test_out_of_memory.py for the CPU."""
+
+    def trained(folder: Path) -> tuple[list[float], list[float]]:
+        """Losses, and the numbers of microbatches that were not the one asked for."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model = Decoder(full_memory.SHAPE)
+        model.init_weights(0)
+        rows = RandomRows(64, 512, full_memory.SHAPE.vocab_size)
+        config = tiny_run.settings(
+            num_steps=2, batch_tokens=64 * 512, eval_every_steps=0, checkpoint_every_steps=0, keep_best=False
+        )
+        tiny_run.run(
+            folder, config, objective=NextToken(rows), model=model, heldout=[], world=single("cuda"),
+        )  # fmt: skip
+        records = read_records(folder / "metrics.jsonl")
+        losses, parts = ([value for _, value in column(records, name)] for name in ("loss", "num_microbatches"))
+        return losses, parts
+
+    whole, parts = trained(tmp_path / "whole")
+    assert parts == []
+    share = 0.7 * torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        found, parts = trained(tmp_path / "full")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert min(parts) > 1
+    assert found == pytest.approx(whole, rel=1e-4)
 
 
 def test_bf16_training_stays_near_fp32(tmp_path):
