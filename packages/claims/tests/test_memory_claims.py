@@ -51,12 +51,14 @@ def test_counted_flops_have_to_be_in_the_record():
     assert lacking.line.startswith("not judged: the record lacks samples 'FLOPs of a step, unit of 1'")
 
 
+LARGE = {"states": 2.8e12, "devices": 64.0, "per device": 7e10}
+
+
 def judge_zero(states: float, peak: float, num_repeats: int = 2) -> Verdict:
     theory = zero_memory.theory_bytes(MODEL.num_parameters, "full", 2)
     repeats = [measured(peak * 1000, states=share * theory) for share in (states, states + 0.001)][:num_repeats]
-    cases: dict[zero_memory.Case, Sequence[Measured]] = {(3, 2): repeats}
-    large = {"states": 2.8e12, "devices": 64.0, "per device": 7e10}
-    return judge(zero_memory.CLAIM, zero_memory.measurement(cases, {(3, 2): 1000}, MODEL, large=large))
+    cases: dict[zero_memory.Case, Sequence[Measured]] = {(3, 2, 1): repeats}
+    return judge(zero_memory.CLAIM, zero_memory.measurement(cases, {(3, 2, 1): 1000}, MODEL, large=LARGE))
 
 
 def test_zero_is_met_when_states_and_peaks_are_near():
@@ -65,6 +67,17 @@ def test_zero_is_met_when_states_and_peaks_are_near():
     assert met.figures["175B, in all, planned"].value == pytest.approx(4.48)
     assert judge_zero(1.20, 1.05).kind == "short"
     assert judge_zero(1.05, 1.20).kind == "short"
+
+
+def test_the_share_of_a_rank_that_is_split_both_ways_is_shown():
+    theory = zero_memory.theory_bytes(MODEL.num_parameters, "none", 1)
+    cases: dict[zero_memory.Case, Sequence[Measured]] = {
+        (0, 1, 1): [measured(1000, states=theory), measured(1000, states=1.01 * theory)],
+        (3, 8, 2): [measured(200, states=0.13 * theory), measured(200, states=0.13 * 1.01 * theory)],
+    }
+    found = zero_memory.measurement(cases, {(0, 1, 1): 1000, (3, 8, 2): 200}, MODEL, large=LARGE)
+    verdict = judge(zero_memory.CLAIM, found)
+    assert (verdict.kind, verdict.figures[zero_memory.SPLIT_SHARE].value) == ("met", pytest.approx(0.13, rel=1e-4))
 
 
 def test_one_sample_of_resident_memory_is_no_bound():

@@ -23,9 +23,12 @@ REPEATS = 2
 STATES, PEAK, PLANNED = "bytes of states, ", "peak bytes, ", "planned for 175B: "
 LARGE = "gpt3-175b"
 _FP32, _STATES = 4, 12
-Case = tuple[ZeroStage, int]
+Case = tuple[ZeroStage, int, int]
+"""ZeRO stage, ranks, and how many of these share each matrix (tensor parallelism)."""
 SHARDED = ("none", "optimizer", "gradients", "full")
 """What each ZeRO stage divides, in the names of samples."""
+ALONE, BOTH_WAYS = "none, 1 ranks", "full and tensor 2, 8 ranks"
+SPLIT_SHARE = "states on a rank, 8 ranks split both ways, to one rank"
 
 
 def measure(setting: Setting) -> Measurement:
@@ -34,22 +37,24 @@ def measure(setting: Setting) -> Measurement:
     model = memory_probe.probe_model(model_dim=width, num_layers=num_layers, vocab_size=vocab, seq_len=128, head_dim=64)
     counts = (1, 2) if setting.quick else (1, 2, 4, 8)
     stages: tuple[ZeroStage, ...] = (0, 3) if setting.quick else (0, 1, 2, 3)
+    cases: list[Case] = [(stage, count, 1) for count in counts for stage in (stages[:1] if count == 1 else stages)]
+    cases += [] if setting.quick else [(3, 4, 2), (3, 8, 2)]
     result: dict[Case, Sequence[Measured]] = {}
-    for count in counts:
-        for stage in stages[:1] if count == 1 else stages:
-            setting.progress.note(f"zero_memory: stage {stage}, {count} ranks")
-            result[stage, count] = [
-                memory_probe.measure(probe(model, stage, count), num_ranks=count)[0] for _ in range(REPEATS)
-            ]
+    for case in cases:
+        setting.progress.note(f"zero_memory: {case_name(*case)}")
+        result[case] = [memory_probe.measure(probe(model, *case), num_ranks=case[1])[0] for _ in range(REPEATS)]
     estimates = {case: estimated_bytes(model, *case) for case in result}
     return measurement(result, estimates, model, large=large_model(quick=setting.quick))
 
 
-def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> Probe:
-    """A single row for each rank."""
-    return memory_probe.fp32_probe(
-        model, rows=num_ranks, parallel=ParallelConfig(zero_stage=zero_stage, shared_memory=False)
-    )
+def case_name(zero_stage: ZeroStage, num_ranks: int, tensor: int) -> str:
+    return f"{SHARDED[zero_stage]}{f' and tensor {tensor}' if tensor > 1 else ''}, {num_ranks} ranks"
+
+
+def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int, tensor: int = 1) -> Probe:
+    """A single row for each rank that holds other rows."""
+    parallel = ParallelConfig(zero_stage=zero_stage, tensor=tensor, shared_memory=False)
+    return memory_probe.fp32_probe(model, rows=num_ranks // tensor, parallel=parallel)
 
 
 def theory_bytes(num_parameters: int, sharded: str, num_ranks: int) -> float:
@@ -57,16 +62,16 @@ def theory_bytes(num_parameters: int, sharded: str, num_ranks: int) -> float:
     return _STATES * num_parameters / (1 if sharded == "none" else num_ranks)
 
 
-def estimated_bytes(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> int:
+def estimated_bytes(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int, tensor: int = 1) -> int:
     """Return the planner's estimate of the peak."""
+    fused = cpu_kernels.are_used_on("cpu")
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
-        shape=block_shape(
-            model, compute="fp32", mean_context=model.max_seq_len / 2, fused=cpu_kernels.are_used_on("cpu")
-        ),
+        shape=block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, tensor=tensor, fused=fused),
         num_tokens=model.max_seq_len,
+        tensor=tensor,
         zero_stage=zero_stage,
-        sharing=1 if zero_stage == 0 else num_ranks,
+        sharing=1 if zero_stage == 0 else num_ranks // tensor,
         copies=num_ranks if zero_stage == 0 else 1,
         async_checkpoints=False,
     )
@@ -105,7 +110,7 @@ def measurement(
     *,
     large: Mapping[str, float],
 ) -> Measurement:
-    names = {case: f"{SHARDED[case[0]]}, {case[1]} ranks" for case in found}
+    names = {case: case_name(*case) for case in found}
     return Measurement(
         samples={
             **{f"{STATES}{names[case]}": [one.states_bytes for one in repeats] for case, repeats in found.items()},
@@ -139,6 +144,9 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment.ask("largest error of states against theory", worst, "%", "<=", TARGET, what=what)
     judgment.ask("planner's largest error", worst_error, "%", "<=", TARGET)
     judgment.show(samples, {f"states on a rank, {case}": STATES + case for case in cases}, "MiB", 1 / 2**20)
+    if BOTH_WAYS in cases:
+        pairs = zip(samples[STATES + BOTH_WAYS], samples[STATES + ALONE], strict=True)
+        judgment.show({"share": [split / whole for split, whole in pairs]}, {SPLIT_SHARE: "share"})
     judgment.said.append(
         f"states at most {worst.mean:.1f}% off theory over {len(cases)} cases, the planner's peaks "
         f"{worst_error.mean:.1f}% (resident memory)"
