@@ -105,12 +105,13 @@ class Jobs:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError):
             return None
-        if name in self._children and self._children[name].poll() is not None:  # which also takes it out of the table
-            del self._children[name]
         code = read_text(self.folder / name, "code", most=10)
         # A number may belong to another process by now, which began at another time.
         is_alive = not code and bool(job.begun) and process_begin(job.pid) == job.begun
         if not is_alive:
+            if child := self._children.pop(name, None):
+                with suppress(subprocess.TimeoutExpired):  # not of a job whose files somebody has changed
+                    child.wait(1)  # takes it out of the table of processes
             code = code or read_text(self.folder / name, "code", most=10)  # written between the two looks
         job = replace(job, code=int(code) if code.lstrip("-").isdigit() else None, is_alive=is_alive)
         if job.code is not None:
@@ -152,8 +153,7 @@ class Jobs:
         return read_text(self.folder / job.id, "out")
 
     def _prune(self) -> None:
-        ended = [job for job in self.all()[MOST_JOBS:] if not job.is_alive]
-        for job in ended:
+        for job in [job for job in self.all()[MOST_JOBS:] if not job.is_alive]:
             for name in ("job.json", "out", "err", "code"):
                 (self.folder / job.id / name).unlink(missing_ok=True)
             self._ended.pop(job.id, None)
