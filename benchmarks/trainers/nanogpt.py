@@ -1,8 +1,9 @@
 """The job after nanoGPT (Karpathy 2022): one compiled model, SDPA, fused AdamW, random crops of one stream of tokens.
 
 The loop is that of nanoGPT's `train.py`; the model has the shape and the initial weights of the job's folder, whose
-parameter names it keeps. A crop ignores where documents begin: its tokens see all that are before them, so attention is
-causal without a mask, which is the cheaper work. Needs torch alone.
+parameter names it keeps, so that all trainers do the same work; nanoGPT's own model, with learned positions, LayerNorm
+and GELU, is the rival of the claim `demo_recipe`. A crop ignores where documents begin: its tokens see all that are
+before them, so attention is causal without a mask, which is the cheaper work. Needs torch alone.
 """
 
 import json

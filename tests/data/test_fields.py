@@ -167,6 +167,9 @@ def test_numbers_of_two_records_do_not_judge_them(tmp_path: Path) -> None:
     for name in ("id", "index", "example_id", "row"):
         both = written(tmp_path, *({**EXAMPLES["question_answer"], name: number} for number in (1, 0)))
         assert len(read(both)[0]) == 2
+    several = written(tmp_path, *({**EXAMPLES["question_answer"], "valid_id": number % 2} for number in range(4)))
+    with pytest.raises(DataError, match="'valid_id' is 0 or 1"):
+        read(several)
 
 
 def test_a_field_to_ignore_or_to_map_that_no_record_has_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import pytest
 from openai import OpenAI
 
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
-from modelwright.serve import served_model
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
 from refusals import config_error
@@ -77,10 +76,9 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(slow_server):
     assert post(server.url, max_tokens=1, n=2).status_code == 200, "nothing is before it"
 
 
-def test_the_pace_is_that_of_the_answers_that_ended_while_others_waited(slow_server, monkeypatch):
+def test_the_pace_is_that_of_the_answers_that_ended_while_others_waited(slow_server):
     server = slow_server(max_running=2)
-    worker, now = server.service.worker, [100.0]
-    monkeypatch.setattr(served_model.time, "monotonic", lambda: now[0])
+    worker = server.service.worker
     worker.typical_answer_s = 3.0
     assert worker.pace_s == 1.5, "half of an answer for each of two places"
     with ThreadPoolExecutor() as pool:
@@ -90,10 +88,11 @@ def test_the_pace_is_that_of_the_answers_that_ended_while_others_waited(slow_ser
         assert [future.result().status_code for future in running] == [200] * 4
     wait_until(lambda: worker.num_open == 0)
     assert worker.pace_s == worker.typical_answer_s / 2, "what ended while a place was free says nothing"
-    worker._ends.extend([96.0, 96.0, 98.0, 98.0])
-    assert worker.pace_s == 1.0
-    now[0] = 104.0
-    assert worker.pace_s == 2.0, "an engine that has stopped ends no more answers"
+    now = time.monotonic()
+    for last, pace_s in ((2.0, 1.0), (6.0, 2.0)):  # the second: an engine that has stopped ends no more answers
+        worker._ends.extend([now - last - 2.0] * 2 + [now - last] * 2)
+        assert worker.pace_s == pytest.approx(pace_s, rel=0.1)
+        worker._ends.clear()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -42,10 +42,10 @@ class ServeConfig:
     Engines share the cores, are restarted when they end, and take over each other's answers. A single engine leaves one
     core to the server if the model has fewer than 50M parameters; for such a model, one engine per core serves the most
     requests."""
-    max_wait_s: float = 60.0
+    max_wait_s: float = 600.0
     """Longest wait in seconds before an engine begins with a request, expected by the pace at which the answers before
     it end. A request that would wait longer is refused at once with 429, so that those that are accepted stay quick in
-    an overload."""
+    an overload. The default is the time after which OpenAI's clients give up."""
     max_queued: int = constant(128)
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine, whatever the pace."""
     max_queued_tokens: int = constant(1_048_576)

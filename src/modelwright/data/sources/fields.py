@@ -43,7 +43,7 @@ HARMLESS = frozenset(("parallel_tool_calls", "strict", "stream"))
 TURN = "messages[]."
 """Prefix of the name of a turn's field."""
 _IDENTIFIER = re.compile(r"(^|[_.])(id|idx|index|number|row)$", re.IGNORECASE)
-"""Names of fields that number records: two of them may be 0 and 1."""
+"""Names of fields that number records. Of two records they may be 0 and 1; of more, such values repeat, and judge."""
 _OF_EVERY_TURN = tuple(TURN + name for name in ("role", "content", "from", "value"))
 _MOST_LEVELS = 100
 _MOST_NAMES = 500
@@ -217,7 +217,7 @@ class FieldUse:
         places = Counter[str]()
         for name, value in fields.present():
             name = name if name in self.present or len(self.present) < _MOST_NAMES else _MANY
-            if is_conversation and name not in fields.used and not _IDENTIFIER.search(name):
+            if is_conversation and name not in fields.used:
                 self._compare(name, value, places[name])
             places[name] += 1
             seen[name] = None
@@ -246,7 +246,11 @@ class FieldUse:
     def binary(self, ignored: Sequence[str]) -> str:
         """What to do about a field beside conversations that was not used and held both 0 and 1, or other signs of bad
         and good, and nothing else; "" without one."""
-        found = (name for name, values in self._binary.items() if values == {True, False} and not self._is_place[name])
+        found = (
+            name for name, values in self._binary.items()
+            if values == {True, False} and not self._is_place[name]
+            and not (self.present[name] == 2 and _IDENTIFIER.search(name))
+        )  # fmt: skip
         if not (name := next((name for name in found if name.removeprefix(TURN) not in ignored), "")):
             return ""
         shown = printable(name.removeprefix(TURN))

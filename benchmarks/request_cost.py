@@ -1,6 +1,6 @@
 """CPU time of the server's process per request, with uvloop and httptools and without.
 
-    PYTHONPATH=tests python tests/serve/request_cost.py [ROUNDS]
+    python benchmarks/request_cost.py [ROUNDS]
 
 The engine has its tokens ready, a step each millisecond, so that what remains is the gateway. Servers run side by side
 and are asked in turns, because the time of a request depends on what else the machine does.
@@ -15,16 +15,19 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from modelwright.data.tokenizer.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineStats, StepOutput
 from modelwright.serve import connections
 from modelwright.serve import server as server_module
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.engines.client import EngineEvents, EngineInfo, GenerationJob
-from serve.conftest import make_served_tokenizer
+from modelwright.serve.load import ServedTokenizer
 
 STACKS = [f"{loop}+{parser}" for loop, parser in itertools.product(("asyncio", "uvloop"), ("h11", "httptools"))]
 NUM_CLIENTS, NUM_REQUESTS, NUM_TOKENS = 8, 160, 16
@@ -73,7 +76,10 @@ def serve(stack: str) -> None:
         server_module.new_event_loop = asyncio.new_event_loop
     if "h11" in stack:
         connections.HttpToolsProtocol = None
-    engine, tokenizer = ReadyEngine(), make_served_tokenizer()
+    engine = ReadyEngine()
+    with tempfile.TemporaryDirectory() as folder:
+        train_tokenizer(["the quick brown fox " * 9], TokenizerConfig(vocab_size=280)).save(Path(folder))
+        tokenizer = ServedTokenizer.load(Path(folder))
     with server_module.ServerThread(engine, tokenizer, ServeConfig(port=0), model_name="m") as server:  # type: ignore[arg-type]
         print(server.url, flush=True)
         for _ in sys.stdin:
