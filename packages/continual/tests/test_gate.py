@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright.data.document import Document
 from modelwright.pipeline.run_config import run_schema
 from modelwright_continual import update_data
-from modelwright_continual.benchmark import freeze_benchmark
+from modelwright_continual.benchmark import freeze_benchmark, load_benchmark
 from modelwright_continual.gate.judge import VERDICT, GateConfig, Verdict, drawn_texts, judge
 from modelwright_continual.gate.measures import PairedComparison
 from modelwright_continual.gate.poison import check_garbage, check_heldout, check_influence, check_labels, check_share
@@ -56,7 +57,7 @@ def document(record: Record, source: str = "new") -> Document:
 
 
 @pytest.mark.slow
-def test_a_clean_update_passes(world: World, released: Path) -> None:
+def test_a_clean_update_passes(world: World, released: Path, tmp_path: Path) -> None:
     """Judged on the quantized model; the verdict is kept, and reading it is no further use of the test half."""
     run, verdict = RunDir(released), Verdict.read(released / "gate")
     assert verdict.passed, verdict.table()
@@ -74,10 +75,14 @@ def test_a_clean_update_passes(world: World, released: Path) -> None:
     repeated = judge(run, served_folder(world.base), world.benchmark, GateConfig(max_uses=50), SILENT)
     assert repeated.as_json() == verdict.as_json()
     assert world.benchmark.uses == uses
+    # A copy of the benchmark, used up by others: the same texts and models pass the same checks on every processor.
+    shutil.copytree(world.benchmark.folder, tmp_path / "bench")
+    used_up = load_benchmark(tmp_path / "bench")
+    used_up.count_use("another candidate", verdict.champion, 1)
     saved = run.path / "gate"
     saved.rename(run.path / "kept")
     with pytest.raises(ConfigError, match="freeze a new benchmark"):
-        judge(run, world.base / "sft/artifact", world.benchmark, GateConfig(max_uses=len(uses)), SILENT)
+        judge(run, served_folder(world.base), used_up, GateConfig(max_uses=1), SILENT)
     (run.path / "kept").rename(saved)
 
 
