@@ -22,7 +22,7 @@ NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2
 """Batches of 32 rows: enough to tell runs apart, and little beside the training."""
 TUNING_SEED = 3000
-FIRST_SEED = 3001
+SEEDS = range(3001, 3006)
 CONSTANT = {"kind": "constant", "warmup_fraction": 0.05}
 """Under a rate that falls to zero a loss is reached when the schedule wants it."""
 FAR_PART = 0.75
@@ -41,6 +41,7 @@ class Study:
     arms: Mapping[str, Mapping[str, Any]]
     main: str
     rivals: Sequence[str] = ()
+    seeds: Sequence[int] = SEEDS
     regimes: Mapping[str, Wild | None] = field(default_factory=lambda: {"calm": None, "wild batches": Wild()})
 
     @property
@@ -71,7 +72,7 @@ def measure(setting: Setting, study: Study) -> Measurement:
     size, found = study_size(setting), dict[str, Comparison]()
     for regime, wild in study.regimes.items():
         variants = {arm: variant(size, settings, wild) for arm, settings in study.arms.items()}
-        found[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
+        found[regime] = steps_to_a_loss(setting, variants, plain=study.plain, seeds=study.seeds)
     return measurement(size, study, found)
 
 
@@ -82,14 +83,19 @@ def variant(size: workbench.Size, settings: Mapping[str, Any], wild: Wild | None
 
 
 def steps_to_a_loss(
-    setting: Setting, variants: Mapping[str, Run], *, plain: str, execute: Execute = execute
+    setting: Setting,
+    variants: Mapping[str, Run],
+    *,
+    plain: str,
+    seeds: Sequence[int] = SEEDS,
+    execute: Execute = execute,
 ) -> Comparison:
     """Tune each variant, run paired seeds, and fix the target. In quick mode at one rate and on two seeds.
 
     execute: makes a single run.
     """
     tuning = Tuning(values=RATES[2:3] if setting.quick else RATES, seeds=(TUNING_SEED,))
-    seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
+    seeds = seeds[:2] if setting.quick else seeds
     samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning), execute)
     (reference,) = Runner(setting, execute).all([replace(samples.tuned[plain], seed=TUNING_SEED)])
     return Comparison(target=target_of(reference, samples.tuned[plain].size.num_steps), samples=samples)
