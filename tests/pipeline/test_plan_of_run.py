@@ -25,6 +25,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::UserWarning")
 @linux
 def test_peak_memory_of_a_run_is_predicted(capsys, tmp_path: Path) -> None:
     """Resident memory of a process that trains on large microbatches, most of which is activations."""
@@ -53,7 +54,7 @@ def measured_peak(run: Path, words: list[str]) -> tuple[float, dict[str, object]
     command = [sys.executable, "-c", RUN_AND_TELL, *words]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
     journal = json.loads((run / "pretrain" / "stage.json").read_text())
-    imported = re.findall(r"^import time:[^|]*\|[^|]*\| (\w+)$", done.stderr, re.MULTILINE)
+    imported = re.findall(r"^import time:[^|]*\|[^|]*\|\s+(\w+)$", done.stderr, re.MULTILINE)
     return journal["attempts"][-1]["peak_bytes"] / 2**20, {
         "heap": done.stdout.splitlines()[-1],
         "compiled kernels": done.stdout.count("create:cache_miss"),
