@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -46,7 +46,7 @@ from modelwright.serve.keys import key_ring
 from modelwright.serve.load import ModelSource, ServedTokenizer
 from modelwright.serve.reload import Locate, Reloader, same_place
 from modelwright.serve.served_model import ServedModel, serve_model
-from modelwright.serve.service import CLIENT_LEFT, IGNORED_HEADER, VERSION_HEADER, Service
+from modelwright.serve.service import CLIENT_LEFT, IGNORED_HEADER, VERSION_HEADER, Lease, Service
 
 try:
     import uvloop
@@ -109,11 +109,12 @@ class Application:
         app.state.reloader = self.reloader
         app.state.experiments = self._experiments
         app.state.operations = operations
-        inner: ASGIApp = app
+        shed = {route.path: route for route, one in zip(routes, operations, strict=True) if one.needs_engine}
+        inner = _load_shedding(app, service, shed)
         if service.config.cors_origins:
             # any header is allowed, because OpenAI's client sends a dozen extra ones (`x-stainless-*`); cookies are not
             inner = CORSMiddleware(
-                app,
+                inner,
                 allow_origins=service.config.cors_origins,
                 allow_methods=sorted({operation.method for operation in operations}),
                 allow_headers=["*"],
@@ -239,6 +240,29 @@ async def _error_response(request: Request, error: Exception) -> Response:
         extra = f" It needs the extra: pip install 'modelwright[{EXTRAS[path]}]'." if path in EXTRAS else ""
         message = f"There is nothing at {path[:80]}.{extra} This server has {', '.join(known)}."
     elif error.status_code == 405:
+def _load_shedding(app: ASGIApp, service: Service, routes: Mapping[str, Route]) -> ASGIApp:
+    """Wraps an application so that a request to the engines which has no key or finds no room is refused before it is
+    routed, as Envoy sheds load: a quarter of the time of a refusal was Starlette's. The routes check the same again.
+    routes: those of such requests, by path.
+    """
+
+    async def shedding(scope: Scope, receive: Receive, send: Send) -> None:
+        route = routes.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if route is not None:
+            request = Request(scope)
+            try:
+                service.caller(request, "infer")
+                Lease(service, service.model).require_room()
+            except ApiError as error:
+                scope["route"] = route  # what counts and logs the request reads it here
+                response = await _error_response(request, error)
+                await response(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return shedding
+
+
         message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
     return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
 

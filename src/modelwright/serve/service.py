@@ -305,6 +305,11 @@ class Lease:
         if self.service.is_draining:
             raise shutting_down(self.service.state.reason)
 
+    def require_room(self) -> None:
+        """Raises `ApiError` like `require_open`, and like `EngineWorker.require_room` for one answer."""
+        self.require_open()
+        self.model.worker.require_room(1)
+
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that this version does not have. None means any model."""
         # the version in service may have the name meanwhile, but the request was read for this one
