@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 from modelwright.serve import server as server_module
 from modelwright.serve.account.monitoring import ROOT
 from modelwright.serve.api import parsing
+from modelwright.serve.served_model import LOOP_WAITS
 from modelwright.serve.server import ServerThread
 from serve.patience import held, wait_until
 from serve.test_connections import connect
@@ -160,3 +162,38 @@ def test_an_answer_goes_on_while_refusals_flood(slow_server):
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 200)
     assert 429 in statuses
     assert set(statuses) <= {200, 429}
+
+
+def test_the_lag_of_the_event_loop_is_part_of_the_expected_wait(slow_server):
+    server = slow_server(max_wait_s=1.0)
+    application, lags = server.application, list[float]()
+
+    def block() -> None:
+        time.sleep(0.3)
+        server._loop.call_later(0, lambda: lags.append(server.service.loop_lag_s))
+
+    server._loop.call_soon_threadsafe(block)
+    wait_until(lambda: bool(lags))
+    assert lags[0] >= 0.3 - 2 * server_module.LAG_PERIOD_S
+
+    def set_lag(seconds: float) -> None:
+        assert application._lag_timer is not None
+        application._lag_timer.cancel()
+        server.service.loop_lag_s = seconds
+        lags.append(seconds)
+
+    server._loop.call_soon_threadsafe(set_lag, 2.0 / LOOP_WAITS)
+    wait_until(lambda: lags[-1] == 2.0 / LOOP_WAITS)
+    server.service.worker.typical_answer_s = 0.01
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            running = [pool.submit(post, server.url)]  # accepted, because it waits for no other
+            wait_until(lambda: server.service.worker.num_open == 1)
+            refused = post(server.url)
+            assert (refused.status_code, refused.headers["retry-after"]) in [(429, "1"), (429, "2")]
+            assert "would begin in 2 s" in refused.json()["error"]["message"]
+            server._loop.call_soon_threadsafe(set_lag, 0.0)
+            wait_until(lambda: lags[-1] == 0.0)
+            running.append(pool.submit(post, server.url))
+            wait_until(lambda: server.service.worker.num_open == 2)
+        assert [future.result().status_code for future in running] == [200, 200]

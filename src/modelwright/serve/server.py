@@ -56,6 +56,8 @@ except ImportError:  # it has no packages for Windows and PyPy
 NOTHING_KEPT = RequestsConfig()
 CUT_OFF_TIMEOUT_S = 2
 """Time for answers that were cut off to send the error to their clients."""
+LAG_PERIOD_S = 0.02
+"""Time between two measurements of the event loop's lag, which take 0.1% of a core."""
 EXPOSED_HEADERS = (ID_HEADER, VERSION_HEADER, IGNORED_HEADER, "Retry-After", "WWW-Authenticate")
 """Response headers that scripts of other origins may read; browsers hide all others."""
 
@@ -90,6 +92,7 @@ class Application:
         if config.mcp and "mcp" not in self.service.extensions:
             raise ConfigError("mcp: tools on the chat page need the extra agents: pip install 'modelwright[agents]'")
         self.reloader = Reloader(self.service, locate or partial(same_place, source), self._load)
+        self._lag_timer: asyncio.TimerHandle | None = None
         self.tracing: Tracing | None = None
         if requests.traces:
             self.tracing = tracing_to(requests.traces, log_prompts=config.log_prompts)
@@ -169,6 +172,7 @@ class Application:
             self.service.observers.append(self._experiments)
         if self.tracing:
             self.service.observers.append(self.tracing)
+        self._measure_lag(time.monotonic())
 
     def begin_drain(self) -> None:
         """Refuses new requests from now on."""
@@ -191,6 +195,8 @@ class Application:
 
     async def close(self) -> None:
         """Stops the engines and writes all queued records."""
+        if self._lag_timer:
+            self._lag_timer.cancel()
         # observers last, because the ends of answers are reported to them
         await self.reloader.close()
         for close in self.service.closing:
@@ -202,6 +208,14 @@ class Application:
             await asyncio.to_thread(self._request_log.close)
         if self.tracing:
             await self.tracing.close()
+
+    def _measure_lag(self, due: float) -> None:
+        """Measures the lag of the event loop, by which servers of Node refuse requests, too (toobusy-js)."""
+        # a callback, because a task would note the lag only after the requests that arrived meanwhile
+        now = time.monotonic()
+        self.service.loop_lag_s = max(0.0, now - due)
+        loop = asyncio.get_running_loop()
+        self._lag_timer = loop.call_later(LAG_PERIOD_S, self._measure_lag, now + LAG_PERIOD_S)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -226,20 +240,6 @@ class _TracedRoute(Route):
         return match, matched if match == Match.NONE else {**matched, "route": self}
 
 
-# a coroutine, because Starlette runs plain functions in another thread
-async def _error_response(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
-    if not isinstance(error, HTTPException):
-        return JSONResponse(error_body(500, "The server made an error; see its log."), status_code=500)
-    message = str(error.detail)
-    if error.status_code == 404:
-        routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
-        known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
-        path = request.url.path
-        extra = f" It needs the extra: pip install 'modelwright[{EXTRAS[path]}]'." if path in EXTRAS else ""
-        message = f"There is nothing at {path[:80]}.{extra} This server has {', '.join(known)}."
-    elif error.status_code == 405:
 def _load_shedding(app: ASGIApp, service: Service, routes: Mapping[str, Route]) -> ASGIApp:
     """Wraps an application so that a request to the engines which has no key or finds no room is refused before it is
     routed, as Envoy sheds load: a quarter of the time of a refusal was Starlette's. The routes check the same again.
@@ -263,12 +263,28 @@ def _load_shedding(app: ASGIApp, service: Service, routes: Mapping[str, Route]) 
     return shedding
 
 
+# a coroutine, because Starlette runs plain functions in another thread
+async def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    if not isinstance(error, HTTPException):
+        return JSONResponse(error_body(500, "The server made an error; see its log."), status_code=500)
+    message = str(error.detail)
+    if error.status_code == 404:
+        routes = [(route, route.methods) for route in request.app.routes if isinstance(route, Route) and route.methods]
+        known = [f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in routes]
+        path = request.url.path
+        extra = f" It needs the extra: pip install 'modelwright[{EXTRAS[path]}]'." if path in EXTRAS else ""
+        message = f"There is nothing at {path[:80]}.{extra} This server has {', '.join(known)}."
+    elif error.status_code == 405:
         message = f"Method {request.method} is not allowed here; use {(error.headers or {}).get('Allow', '')}."
     return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
 
 
 CLOSE_TIMEOUT_S = 2
-LISTEN_BACKLOG = 256
+LISTEN_BACKLOG = 2048
+"""uvicorn's default. With 256, connections that arrived while the event loop was behind found no place, and clients try
+again only after a second."""
 OUT_OF_FILES_PAUSE_S = 1.0
 """Pause of accepting connections when this process may open no more files."""
 
