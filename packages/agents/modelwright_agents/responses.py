@@ -541,6 +541,6 @@ ROUTE = RouteSpec(
     config=ResponsesConfig,
     operation=Operation(
         "POST", "/v1/responses", create_response, "Answer with items, as OpenAI's Responses API", ResponseReply,
-        ResponseRequest, GENERATES, ResponseEvent, prepare,
+        ResponseRequest, GENERATES, ResponseEvent, prepare, needs_engine=True,
     ),
 )  # fmt: skip

@@ -44,8 +44,9 @@ class ServeConfig:
     requests."""
     max_wait_s: float = 600.0
     """Longest wait in seconds before an engine begins with a request, expected by the pace at which the answers before
-    it end. A request that would wait longer is refused at once with 429, so that those that are accepted stay quick in
-    an overload. The default is the time after which OpenAI's clients give up."""
+    it end and by how late the server's event loop is. A request that would wait longer is refused at once with 429, so
+    that those that are accepted stay quick in an overload. The default is the time after which OpenAI's clients give
+    up."""
     max_queued: int = constant(128)
     """Requests that may wait beyond the `engine.max_num_seqs` that are running in each engine, whatever the pace."""
     max_queued_tokens: int = constant(1_048_576)

@@ -30,6 +30,10 @@ ROUNDS_SEEN = 4
 """Number of times that all places of the engines become free, over which the pace of answers is taken: answers that
 began together end together, so a shorter time may have all ends or none."""
 
+LOOP_WAITS = 4
+"""Times that the first token of an answer waits for the event loop: the request is read and handled, the token is read
+from the engine and sent. Where the loop is late, it is so each time."""
+
 
 class Stream:
     """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop, and call `close` at
@@ -128,9 +132,10 @@ class EngineWorker:
         # Until now, not until the last end, because an engine may have stopped
         return (time.monotonic() - self._ends[0]) / len(self._ends)
 
-    def require_room(self, count: int, num_tokens: int = 0) -> None:
+    def require_room(self, count: int, num_tokens: int = 0, *, loop_lag_s: float = 0.0) -> None:
         """Raises `ApiError` 429 if `count` more answers with `num_tokens` in all do not fit in the queue or would wait
-        too long, 503 without a running engine. An empty queue accepts a request of any size.
+        too long, 503 without a running engine. An empty queue accepts a request of any size. loop_lag_s: how late the
+        event loop is.
         """
         if self.failed:
             raise ApiError(503, self.client.unavailable, code="engine_failed")
@@ -139,7 +144,7 @@ class EngineWorker:
         excess = self.num_open + count - self._capacity
         if excess > 0:
             raise limit_reached("The queue is full.", self.pace_s * excess)
-        wait_s = self.pace_s * max(0, self.num_open + count - self.client.info.max_num_seqs)
+        wait_s = self.pace_s * max(0, self.num_open + count - self.client.info.max_num_seqs) + LOOP_WAITS * loop_lag_s
         if self.num_open and wait_s > self._max_wait_s:
             text = f"The answer would begin in {wait_s:.2g} s, later than allowed."
             raise limit_reached(text, wait_s - self._max_wait_s)

@@ -215,6 +215,8 @@ class Service:
     metrics: Metrics
     keys: KeyRing = field(repr=False)
     is_draining: bool = False
+    loop_lag_s: float = 0.0
+    """How late the event loop was at its last measurement: about as long as a request has waited to be read."""
     retiring: list[ServedModel] = field(default_factory=list)
     observers: list[ExchangeObserver] = field(default_factory=list)
     arms: Arms | None = None
@@ -304,6 +306,11 @@ class Lease:
         """Raises `ApiError` 503 while the server drains."""
         if self.service.is_draining:
             raise shutting_down(self.service.state.reason)
+
+    def require_room(self) -> None:
+        """Raises `ApiError` like `require_open`, and like `EngineWorker.require_room` for one answer."""
+        self.require_open()
+        self.model.worker.require_room(1, loop_lag_s=self.service.loop_lag_s)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that this version does not have. None means any model."""

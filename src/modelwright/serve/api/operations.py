@@ -86,6 +86,9 @@ class Operation:
     """Called once before the server starts, with `settings`; may raise `ConfigError` and add to the service."""
     settings: Any = None
     """Settings of the route of another package."""
+    needs_engine: bool = False
+    """True if its requests are refused before they are routed while the engines have no room for an answer. The route
+    needs the scope `infer`, and calls `admit`."""
 
     @property
     def name(self) -> str:
@@ -214,6 +217,7 @@ OPERATIONS = (
         completions.CompletionRequest,
         GENERATES,
         event="Completion",
+        needs_engine=True,
     ),
     _post(
         "/v1/chat/completions",
@@ -223,6 +227,7 @@ OPERATIONS = (
         chat.ChatRequest,
         GENERATES,
         event="ChatCompletionChunk",
+        needs_engine=True,
     ),
     _post(
         "/v1/embeddings",
@@ -231,9 +236,26 @@ OPERATIONS = (
         "CreateEmbeddingResponse",
         encode.EmbeddingRequest,
         GENERATES,
+        needs_engine=True,
     ),
-    _post("/v1/score", encode.create_score, "Score pairs of texts", encode.ScoreReply, encode.ScoreRequest, GENERATES),
-    _post("/v1/rerank", encode.rerank, "Order documents by score", encode.RerankReply, encode.RerankRequest, GENERATES),
+    _post(
+        "/v1/score",
+        encode.create_score,
+        "Score pairs of texts",
+        encode.ScoreReply,
+        encode.ScoreRequest,
+        GENERATES,
+        needs_engine=True,
+    ),
+    _post(
+        "/v1/rerank",
+        encode.rerank,
+        "Order documents by score",
+        encode.RerankReply,
+        encode.RerankRequest,
+        GENERATES,
+        needs_engine=True,
+    ),
     _post(
         "/v1/feedback",
         admin.give_feedback,
@@ -317,7 +339,9 @@ def all_operations(routes: Mapping[str, Any]) -> tuple[Operation, ...]:
             raise ConfigError(f"{text}; give a model or, say, text/plain")
         errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
         handler, config = _checked(name, added.handler, route.scope), settings.get(name, route.config())
-        result.append(replace(added, handler=handler, errors=errors, settings=config))
+        # the server checks the scope `infer` where it refuses early
+        needs_engine = added.needs_engine and route.scope == "infer"
+        result.append(replace(added, handler=handler, errors=errors, settings=config, needs_engine=needs_engine))
     return tuple(result)
 
 

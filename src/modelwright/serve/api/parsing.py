@@ -182,8 +182,7 @@ async def read_request(request: Request, kind: type[R], *, default: bytes = b"")
 async def admit(request: Request, lease: Lease, *, num_prompts: int) -> bytes:
     """Reads the body of a request to the engines. Raises `ApiError`."""
     # capacity is checked first, so that an overloaded server spends no time on bodies
-    lease.require_open()
-    lease.model.worker.require_room(1)
+    lease.require_room()
     return await read_body(request, lease, num_prompts=num_prompts)
 
 
