@@ -173,6 +173,9 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         limit = (">=", TARGET) if name == fastest else ()
         what = f"shorter than by {fastest}"
         judgment.ask(f"4 KiB shorter than by {name}", ratios(times, method), "x", *limit, what=what)
+    many = [f"ms, {deciding}: arrival, {how}, {NUM_SMALL} x {SMALL_BYTES // KIB} KiB" for how in ("flat", "chosen")]
+    with judgment.beside():
+        judgment.ask(f"{NUM_SMALL} x 4 KiB shorter than by arrival, flat", ratios(*(samples[one] for one in many)), "x")
     for name in names_between(samples, "ms, "):
         judgment.ask(name, statistics.median(samples[f"ms, {name}"]), "ms")
     judgment.said.append(
