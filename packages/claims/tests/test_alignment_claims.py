@@ -264,7 +264,7 @@ def test_a_quick_measurement_of_lora(setting: Setting) -> None:
         assert found.samples[f"rates, {arm}"] == [lora_dpo.RATES[arm][0]]
         assert found.samples[f"{lora_dpo.PACE}{arm}"][0] > 0
         assert 0 < found.samples[f"{lora_dpo.ACCURACY}{arm}"][0] <= 100
-    adapters = list((setting.folder / "dpo").glob("dpo-test-31-LoRA-*/dpo/artifact/adapter"))
+    adapters = list((setting.folder / "dpo").glob(f"dpo-test-{lora_dpo.SEEDS[0]}-LoRA-*/dpo/artifact/adapter"))
     assert len(adapters) == 1
 
 

@@ -136,8 +136,11 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
     return found
 
 
-def test_bounds_of_shares_are_those_of_clopper_and_pearson() -> None:
-    (record,) = (record for record in RECORDS if record["name"] == "ab_false_alarms")
+OF_SHARES = [record for record in RECORDS if record["name"] == "ab_false_alarms"]
+
+
+@pytest.mark.parametrize("record", OF_SHARES, ids=lambda record: record["date"])
+def test_bounds_of_shares_are_those_of_clopper_and_pearson(record: Mapping[str, Any]) -> None:
     figures = bounded(judged_for_page(BY_NAME["ab_false_alarms"], record))
     shares = {name: list(map(int, values)) for name, values in record["samples"].items() if set(values) <= {0.0, 1.0}}
     of_shares = {(sum(hits), len(hits)): clopper_pearson(sum(hits), len(hits)) for hits in shares.values()}
