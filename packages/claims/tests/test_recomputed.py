@@ -122,7 +122,9 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
         if not all(map(math.isfinite, values)):
             continue
         mean = statistics.fmean(values)
-        for scale, offset in itertools.product((1.0, 100.0, 1000.0, 1e-6, 2.0**-20, -100.0), (0.0, 100.0, -100.0)):
+        for scale, offset in itertools.product(
+            (1.0, 100.0, 1000.0, 1e-6, 1 / 3600, 2.0**-20, -100.0), (0.0, 100.0, -100.0)
+        ):
             names = wanted.get(f"{scale * mean + offset:.6g}", ())
             for name in names:
                 figure = figures[name]
