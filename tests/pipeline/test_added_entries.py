@@ -179,6 +179,7 @@ ROUTE = RouteSpec(operation=GREET)
 OPEN = RouteSpec(operation=replace(GREET, path="/open/{who}"), scope=None)
 MEASURED = RouteSpec(operation=replace(GREET, method="PUT", path="/measured/{who}"), scope="metrics")
 HIDDEN = RouteSpec(operation=replace(GREET, path="/v1/models/mine"))
+SHED = RouteSpec(operation=replace(GREET, path="/shed", needs_engine=True), scope="metrics")
 DANGLING = RouteSpec(operation=replace(GREET, path="/dangling", reply="Greeting"))
 class HealthReply(BaseModel):
     mine: str
@@ -411,6 +412,7 @@ def test_a_route_and_a_back_end_answer(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("mine", "HIDDEN", r"GET /v1/models/mine is answered by GET /v1/models/{name:path}"),
         ("mine", "DANGLING", r"its reply 'Greeting' is not a media type"),
+        ("mine", "SHED", r"needs_engine is for routes of the scope 'infer', not 'metrics'"),
         ("mine", "NAMED", r"the name of its schema HealthReply is taken"),
         ("mine", "GREET", r"must be a RouteSpec, got Operation"),
         ("health", "ROUTE", r"the name 'health' is taken"),

@@ -35,7 +35,7 @@ RATES = (5e-4, 1e-3, 2e-3, 6e-3)
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A comparison: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is about;
-    rivals: arms that it has to beat among wild batches as it does the plain one.
+    rivals: arms that it has to beat among wild batches as it does the plain one; seeds: of the paired runs.
     """
 
     arms: Mapping[str, Mapping[str, Any]]

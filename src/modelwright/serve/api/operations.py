@@ -319,8 +319,8 @@ class RouteSpec:
 
 def all_operations(routes: Mapping[str, Any]) -> tuple[Operation, ...]:
     """Returns the routes of this package, then those of installed ones with their settings. routes: settings by entry
-    point. Raises `ConfigError` as `installed` and `configured` do, and for a route that an earlier one hides or whose
-    schemas have names that are taken.
+    point. Raises `ConfigError` as `installed` and `configured` do, and for a route that an earlier one hides, whose
+    schemas have names that are taken, or that needs the engines and not the scope `infer`.
     """
     result, names = list(OPERATIONS), tuple(one.name for one in OPERATIONS)
     settings = {name: value for name, (_, value) in configured(ROUTES_GROUP, RouteSpec, routes, "routes").items()}
@@ -337,11 +337,11 @@ def all_operations(routes: Mapping[str, Any]) -> tuple[Operation, ...]:
         if isinstance(added.reply, str) and "/" not in added.reply and added.reply not in reply_models():
             text = f"{where}: its reply {added.reply!r} is not a media type"
             raise ConfigError(f"{text}; give a model or, say, text/plain")
+        if added.needs_engine and route.scope != "infer":  # which the server checks where it refuses early
+            raise ConfigError(f"{where}: needs_engine is for routes of the scope 'infer', not {route.scope!r}")
         errors = tuple(sorted({*added.errors, *(NEEDS_KEY if route.scope else ())}))
         handler, config = _checked(name, added.handler, route.scope), settings.get(name, route.config())
-        # the server checks the scope `infer` where it refuses early
-        needs_engine = added.needs_engine and route.scope == "infer"
-        result.append(replace(added, handler=handler, errors=errors, settings=config, needs_engine=needs_engine))
+        result.append(replace(added, handler=handler, errors=errors, settings=config))
     return tuple(result)
 
 
