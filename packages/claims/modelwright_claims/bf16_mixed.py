@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from modelwright_claims.large_runs import (
     paces,
     peaks,
 )
-from modelwright_claims.statistics import differences, paired_t_test, ratios
+from modelwright_claims.statistics import Estimate, differences, paired_t_test, percent_above, percent_saved, ratios
 from modelwright_claims.training_run import Run
 
 SPEED_TARGET = 2.0
@@ -30,8 +31,9 @@ LOSS_TARGET = 0.02
 FORMATS: dict[str, Policy] = {"fp32": "fp32", "bf16": "bf16_mixed"}
 LOSS, PACE, PEAK = "held-out loss, ", "tokens per second, ", "peak bytes, "
 
-MEMORY_ROWS = 16
-"""Rows of a batch where memory is compared."""
+MEMORY_ROWS, MORE_ROWS = 16, 32
+"""Rows of a batch where memory is compared: the more rows, the larger the part of activations, which BF16 halves."""
+WITH_MORE = f", {MORE_ROWS} rows"
 
 
 def measure(setting: Setting) -> Measurement:
@@ -46,6 +48,7 @@ def measure(setting: Setting) -> Measurement:
     seeds = range(2 if setting.quick else 5)
     result = paces(setting, paced, seeds[:3])
     taken = peaks(setting, formats, batch_rows=MEMORY_ROWS)
+    taken |= {f"{name}{WITH_MORE}": of for name, of in peaks(setting, formats, batch_rows=MORE_ROWS).items()}
     variants = {name: Run(size=size, settings={"precision": dump(one)}) for name, one in formats.items()}
     samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds))
     losses = {name: samples.losses(name) for name in variants}
@@ -60,11 +63,15 @@ def measure(setting: Setting) -> Measurement:
             **size.describe(),
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens",
-            "memory": f"the same model, {MEMORY_ROWS} rows; {memory_probe.CONDITION}",
+            "memory": f"the same model, {MEMORY_ROWS} and {MORE_ROWS} rows; {memory_probe.CONDITION}",
             "instruction set": torch.backends.cpu.get_cpu_capability(),
             **baseline_conditions(),
         },
     )
+
+
+def percent_saved_by_bf16(samples: Samples, suffix: str) -> Estimate:
+    return percent_saved(samples[f"{PEAK}bf16{suffix}"], samples[f"{PEAK}{FP32}{suffix}"])
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
@@ -82,10 +89,14 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         p_value = f" (p = {paired_t_test(method, baseline).p_value:.2g})" if len(method) > 1 else ""
         gap, what = differences(method, baseline), "held-out loss above FP32"
         judgment.ask("loss gap", gap, "nats", "<=", LOSS_TARGET, what=what, say="loss {0.mean:+.4f} nats" + p_value)
+        judgment.ask(what, percent_above(method, baseline), "%")
     judgment.ask(
         "memory ratio", lambda: ratios(samples[f"{PEAK}bf16"], samples[f"{PEAK}{FP32}"]), "x", "<", 1.0,
         what="memory", say="{0.mean:.2f}x the memory",
     )  # fmt: skip
+    for rows, suffix in ((MEMORY_ROWS, ""), (MORE_ROWS, WITH_MORE)):
+        saved = partial(percent_saved_by_bf16, samples, suffix)
+        judgment.note(f"memory saved, {rows} rows", saved, "%", say=f"{{0.mean:.0f}}% less memory with {rows} rows")
     for name in FORMATS:
         pace, peak = f"tokens per second, {name.upper()}", f"peak memory above start, {name.upper()}"
         judgment.note(pace, lambda name=name: statistics.median(samples[PACE + name]), "/s")
