@@ -35,16 +35,14 @@ from modelwright.ops.cpu_kernels import Kernel
 from modelwright.ops.int_grid import WeightGrid
 from modelwright.ops.microbenchmark import own_clock, seconds_of
 from modelwright.recipes.load import recipe
+from modelwright_claims import int8
 from modelwright_claims.results import circumstances, machine_slug
 
 KERNEL: Kernel = "decode_step"
 SHAPES = {
     "quickstart": recipe("quickstart").model,
-    "95m": ModelConfig(
-        vocab_size=12_288, num_layers=12, model_dim=768, num_heads=12, num_kv_heads=4, ffn_dim=2048, head_dim=64,
-        max_seq_len=512, tie_embeddings=False,
-    ),
-}  # fmt: skip
+    "95m": int8.LARGE,
+}
 FORMATS = ("fp32", "bf16", "int8", "int4", "int4-codes")
 """4-bit weights meet FP32 activations, and INT8 ones."""
 FOUR_BITS: dict[str, ActivationGrid] = {"int4": "none", "int4-codes": "token"}

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -148,6 +149,24 @@ def test_resume_is_bit_identical_with_other_microbatches_refused_for_other_input
 
     with pytest.raises(ArtifactError, match="another configuration"):
         tiny.run(tmp_path / "cut", input_digest="other", techniques=tiny.watching(spy=spy))
+
+
+def test_a_signal_in_the_last_step_stops_what_encloses_the_training(tiny, tmp_path):
+    """Else the next stage of a run, or the next run of an experiment, would begin."""
+
+    def stop(info):
+        if info.step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            tiny.run(tmp_path, techniques=tiny.watching(spy=Spy(stop)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    rows = tiny.Rows()
+    assert tiny.run(tmp_path, objective=NextToken(rows), techniques=tiny.watching(spy=Spy())).num_steps == 12
+    assert rows.calls == []
 
 
 def test_stop_before_an_evaluation_evaluates_after_resume(tiny, tmp_path):

@@ -26,7 +26,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @dataclass(eq=False)
 class StopRequest:
     """A context in which a signal sets `requested` from 0 to its number. A second signal acts as it would before the
-    block (usually: ends the process at once). Outside the main thread, where Python delivers no signals, it stays 0.
+    block (usually: ends the process at once), and so does a first one that nothing in the block has acted on. Outside
+    the main thread, where Python delivers no signals, only `ask` sets it.
     """
 
     requested: int = 0
@@ -49,7 +50,13 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         StopRequest.active = self._outer
+        handled = self._before
         self._restore()
+        if self.requested and kind is None:  # it came too late to stop between two steps: what encloses the block does
+            if handled:
+                signal.raise_signal(self.requested)
+            elif self._outer is not None:
+                self._outer.requested = self._outer.requested or self.requested
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:  # the second signal goes to the handlers from before the block
