@@ -38,6 +38,7 @@ NAMES = (
     "warmup_cosine",
     "bf16_mixed",
     "precision_policies",
+    "energy",
     "adaptive_precision",
     "packing",
     "int8",

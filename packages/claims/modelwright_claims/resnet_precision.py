@@ -15,8 +15,7 @@ from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import differences, ratios
 
 MOST_LOST = 0.2
-"""Points, as published."""
-"""Points of accuracy."""
+"""Points of accuracy, as published."""
 SPEEDUP = 1.4
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "FP32": {"precision": {"policy": "fp32"}}, "BF16 mixed": {"precision": {"policy": "bf16_mixed"}},

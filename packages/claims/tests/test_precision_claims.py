@@ -1,13 +1,15 @@
 """Verdicts of the claims on number formats, and that their arms match their names."""
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
+from modelwright.train.monitors import energy as monitors_energy
 from modelwright.train.precision.policy import PrecisionConfig
-from modelwright_claims import adaptive_precision, bf16_mixed, large_runs, precision_policies
+from modelwright_claims import adaptive_precision, bf16_mixed, energy, large_runs, precision_policies
 from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Samples
 from modelwright_claims.judging import judge
@@ -168,3 +170,30 @@ def test_paces_are_by_seed_and_count_all_steps_from_the_first_on(tmp_path, monke
         "a": ("fp32", 3),
         "b": ("bf16_mixed", 4),
     }
+
+
+@dataclass
+class Meter:
+    """A processor of 100 W for each core that computes."""
+
+    name: str = "rapl"
+
+    def joules(self) -> float:
+        return 100.0 * time.process_time()
+
+
+def test_energy_is_that_of_the_stage_s_meters(tmp_path, monkeypatch):
+    assert judge(energy.CLAIM, energy.untestable(energy.NO_METER)).kind == "cannot be tested here"
+    monkeypatch.setattr(monitors_energy, "rapl_meters", lambda: [Meter()])
+    found = energy.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
+    assert {name for name in found.samples if name.startswith(energy.JOULES)} >= {energy.JOULES + FP32}
+    assert all(0 < value < 10 for name, of in found.samples.items() if name.startswith(energy.JOULES) for value in of)
+    assert len({len(of) for of in found.samples.values()}) == 1
+
+
+@pytest.mark.parametrize(("joules", "kind"), [(1.1, "met"), (1.3, "short")])
+def test_energy_is_compared_with_the_faster_fp32(joules, kind):
+    given = {energy.BF16: (joules, 300.0), FP32: (4.0, 100.0), BY_ONEDNN: (2.0, 200.0)}
+    found = {energy.JOULES + name: [of, of * 1.001] for name, (of, _) in given.items()}
+    found |= {energy.PACE + name: [pace, pace] for name, (_, pace) in given.items()}
+    assert judge(energy.CLAIM, Measurement(samples=found)).kind == kind
