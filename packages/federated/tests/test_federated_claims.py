@@ -40,28 +40,84 @@ def test_clients_get_equally_much_and_modules_stay_whole(split: federated.Split)
     assert overlap == 0 if split == "module" else overlap > 50
 
 
-def test_federated_loss_is_compared_with_the_better_central_training() -> None:
-    loss = federated.LOSS
-    samples = {f"{loss}iid": [2.01, 2.02, 2.01], f"{loss}module": [2.05, 2.06, 2.05]}
-    samples |= {f"{loss}sgd": [2.2, 2.2, 2.2], f"{loss}adamw": [2.0, 2.01, 2.0]}
-    assert verdict(federated.CLAIM, samples).kind == "met"
-    assert verdict(federated.CLAIM, {**samples, f"{loss}module": [2.15, 2.16, 2.15]}).kind == "short"
+def test_averaging_that_was_best_in_tuning_is_compared_with_the_best_central_training() -> None:
+    samples = {f"{federated.LOSS}{method}": [2.2, 2.2, 2.2] for method in federated.CENTRAL}
+    samples[f"{federated.LOSS}central, AdamW"] = [2.0, 2.01, 2.0]
+    for method in federated.AVERAGING:  # FedAvg ends lower, and FedAdam was chosen
+        samples[f"tuning, {method}"] = [3.0, 2.0 if "FedAdam" in method else 2.5, 3.0]
+        samples[f"{federated.LOSS}{method}"] = [1.9, 1.9, 1.9]
+    samples |= {f"{federated.LOSS}FedAdam, IID": [2.01, 2.02, 2.01]}
+    samples |= {f"{federated.LOSS}FedAdam, by module": [2.05, 2.06, 2.05]}
+    met = verdict(federated.CLAIM, samples)
+    assert met.kind == "met"
+    assert met.figures["loss above central, AdamW, averaging, IID"].value == pytest.approx(0.5, abs=0.01)
+    assert (
+        verdict(federated.CLAIM, {**samples, f"{federated.LOSS}FedAdam, by module": [2.15, 2.16, 2.15]}).kind == "short"
+    )
+    for rival in federated.CENTRAL:
+        assert verdict(federated.CLAIM, {**samples, f"{federated.LOSS}{rival}": [1.8, 1.8, 1.8]}).kind == "short"
+    assert (
+        verdict(federated.CLAIM, {**samples, "tuning, FedAvg, IID": [1.9, 1.9, 1.9]})
+        .figures["loss above central, AdamW, averaging, IID"]
+        .value
+        < 0
+    )  # now FedAvg was chosen
 
 
-def test_each_method_of_averaging_is_tuned_until_its_best_rate_lies_inside() -> None:
-    best = {"iid": 0.3, "module": 3.0, "sgd": 1.0, "adamw": 1e-4}
+def plan(*, quick: bool = False) -> federated.Plan:
+    return federated.plan_of(Setting(quick=quick, folder=Path(), progress=SilentProgress()))
+
+
+def test_both_rates_are_tuned_until_the_best_lies_inside() -> None:
+    arms = dict(zip(federated.ARMS, (1e-4, 0.3, 9e-3, 3e-3, 1e-3, 0.02), strict=True))
+    best_server = {"FedAdam, IID": 1e-3, "FedAdam, by module": 0.3}
     made: list[federated.FederatedRun] = []
+
+    def distance(run: federated.FederatedRun) -> float:
+        server = math.log(run.server_learning_rate / best_server[run.method]) if run.method in best_server else 0.0
+        return abs(math.log(run.learning_rate / arms[run.method])) + abs(server)
 
     def losses(runs: Sequence[federated.FederatedRun]) -> list[float]:
         made.extend(runs)
-        return [abs(math.log(run.learning_rate / best[run.method])) for run in runs]
+        return [distance(run) for run in runs]
 
-    plan = federated.plan_of(Setting(quick=False, folder=Path(), progress=SilentProgress()))
-    rates = federated._best_rates(plan, losses)
-    assert rates == pytest.approx(best, rel=0.15)
-    assert len(set(made)) == len(made)
-    assert {run.heldout for run in made} == {"validation"}
-    for method, rate in rates.items():
-        tried = [run.learning_rate for run in made if run.method == method]
-        assert min(tried) < rate < max(tried)
-    assert sum(run.method == "iid" for run in made) == 3
+    best, tuning = federated.tune(plan(), losses, is_tuned=True)
+    assert set(best) == set(tuning) == set(federated.ARMS)
+    assert {(run.heldout, run.seed) for run in made} == {("validation", federated.TUNING_SEED)}
+    for method, run in best.items():
+        assert min(tuning[method].values()) == pytest.approx(distance(run)), method
+        assert distance(run) < math.log(3), method
+        for field in ("learning_rate", "server_learning_rate") if method in best_server else ("learning_rate",):
+            tried = {getattr(one, field) for one in made if one.method == method}
+            assert min(tried) < getattr(run, field) < max(tried)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_arm_trains_by_the_optimizer_strategy_and_rows_of_its_name(quick: bool) -> None:
+    pytest.importorskip("flwr")
+    from flwr.serverapp.strategy import FedAdam, FedAvg
+
+    from modelwright_federated.local_training import client_steps
+    from modelwright_federated.server import new_strategy
+
+    size = plan(quick=quick).model
+    num_tokens = plan(quick=quick).num_batches * size.batch_tokens
+    for method, arm in federated.ARMS.items():
+        run = federated.FederatedRun(
+            plan=plan(quick=quick), method=method, learning_rate=0.01, server_learning_rate=0.02, seed=0
+        )
+        assert (arm.split is None) == (method in federated.CENTRAL) == method.startswith("central, AdamW")
+        if arm.split is None:
+            config = federated.central_size(run).train_config()
+            assert config.num_steps * config.batch_tokens == num_tokens
+            assert config.batch_tokens == size.batch_tokens * (4 if "all clients" in method else 1)
+            assert (config.optimizer, config.learning_rate, config.schedule.kind) == ("adamw", 0.01, "warmup_cosine")
+            continue
+        config = federated._federated_config(run)
+        local = client_steps(size.train_config(), config)
+        assert federated.NUM_CLIENTS * config.num_rounds * local.num_steps * local.batch_tokens == num_tokens
+        assert (local.optimizer, local.learning_rate, local.schedule.kind) == ("adamw", 0.01, "constant")
+        strategy = new_strategy(config)
+        assert type(strategy) is (FedAdam if "FedAdam" in method else FedAvg)
+        assert getattr(strategy, "eta", 0.02) == 0.02
+        assert federated.SPLITS[arm.split] == method.rpartition(", ")[2]

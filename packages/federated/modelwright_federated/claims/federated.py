@@ -15,14 +15,14 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 
 from modelwright.core.artifacts import StageDir, write_atomic
-from modelwright.core.config import derive_seed, parse
+from modelwright.core.config import derive_seed
 from modelwright.data.document import Document
 from modelwright.data.rows.loader import PackedLoader, PackedRows
 from modelwright.data.rows.pack import PackConfig, pack
@@ -52,15 +52,37 @@ NUM_CLIENTS = 4
 NAMES = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
 OLD_SOURCES, NEW_SOURCES = ("python:stdlib", "python:topics"), ("python:torch", "python:numpy")
 Split = Literal["iid", "module"]
-Method = Literal["iid", "module", "sgd", "adamw"]
-"""Federated averaging over clients of either split, or central training by either optimizer."""
-CENTRAL: tuple[Method, ...] = ("sgd", "adamw")
+SPLITS: Mapping[Split, str] = {"iid": "IID", "module": "by module"}
+Strategy = Literal["fedavg", "fedadam"]
+STRATEGIES: Mapping[Strategy, str] = {"fedavg": "FedAvg", "fedadam": "FedAdam"}
 ROUND_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A way to train by AdamW: central, or at clients where a `split` says how they got their samples."""
+
+    split: Split | None = None
+    strategy: Strategy = "fedavg"
+    batches_per_step: int = 1
+
+
+CENTRAL: Mapping[str, Arm] = {
+    "central, AdamW": Arm(),
+    "central, AdamW, rows of all clients a step": Arm(batches_per_step=NUM_CLIENTS),
+}
+"""With steps as large as a client's, and with as many steps as a client makes one after another."""
+AVERAGING: Mapping[str, Arm] = {
+    f"{words}, {SPLITS[split]}": Arm(split=split, strategy=strategy)
+    for split in SPLITS
+    for strategy, words in STRATEGIES.items()
+}
+ARMS: Mapping[str, Arm] = {**CENTRAL, **AVERAGING}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sizes that all runs share. Central training makes `num_clients x num_rounds x local_steps` steps."""
+    """Sizes that all runs share."""
 
     model: Size
     num_rounds: int
@@ -68,7 +90,7 @@ class Plan:
     fraction: float
 
     @property
-    def num_central_steps(self) -> int:
+    def num_batches(self) -> int:
         return NUM_CLIENTS * self.num_rounds * self.local_steps
 
 
@@ -77,10 +99,16 @@ class FederatedRun:
     """A single training. heldout: the split on which its loss is taken."""
 
     plan: Plan
-    method: Method
+    method: str
     learning_rate: float
+    server_learning_rate: float = 1.0
+    """Without effect except for FedAdam."""
     seed: int
     heldout: Literal["validation", "test"] = "test"
+
+    @property
+    def arm(self) -> Arm:
+        return ARMS[self.method]
 
 
 def prepare(folder: Path, plan: Plan) -> None:
@@ -98,7 +126,7 @@ def prepare(folder: Path, plan: Plan) -> None:
         _pack(heldout[number::2], folder / name, tokenizer, plan)
     training = [one for one in new if one.split == "train"]
     _pack(training, folder / "central", tokenizer, plan)
-    for split in ("iid", "module"):
+    for split in SPLITS:
         for name, own in zip(NAMES, dealt(training, split), strict=True):
             _pack(own, folder / split / name, tokenizer, plan)
     model = Decoder(plan.model.model_config(tokenizer.vocab_size))
@@ -147,8 +175,9 @@ def heldout_losses(folder: Path, runs: Sequence[FederatedRun]) -> Iterator[tuple
 def _heldout_loss(folder: Path, run: FederatedRun) -> float:
     model = _first_model(folder, run.plan)
     if run.method in CENTRAL:
-        loader = PackedLoader(PackedRows(folder / "central"), batch_rows=run.plan.model.batch_rows, seed=run.seed)
-        _train(model, loader, _central_config(run), folder / f"central-{os.getpid()}", seed=run.seed)
+        size = central_size(run)
+        loader = PackedLoader(PackedRows(folder / "central"), batch_rows=size.batch_rows, seed=run.seed)
+        _train(model, loader, size.train_config(), folder / f"central-{os.getpid()}", seed=run.seed)
     else:
         from modelwright_federated.config import FederatedLoraConfig
         from modelwright_federated.weights import GlobalWeights
@@ -156,6 +185,16 @@ def _heldout_loss(folder: Path, run: FederatedRun) -> float:
         weights = GlobalWeights(model, FederatedLoraConfig())
         weights.write(_federated(folder, run, weights.read()))
     return loss_on(model, list(PackedRows(folder / run.heldout).batches(HELDOUT_ROWS)))
+
+
+def central_size(run: FederatedRun) -> Size:
+    model, factor = run.plan.model, run.arm.batches_per_step
+    return replace(
+        model,
+        batch_rows=model.batch_rows * factor,
+        num_steps=run.plan.num_batches // factor,
+        learning_rate=run.learning_rate,
+    )
 
 
 def first_loss(folder: Path, run: FederatedRun) -> float:
@@ -167,30 +206,6 @@ def _first_model(folder: Path, plan: Plan) -> Decoder:
     model = Decoder(plan.model.model_config(json.loads((folder / "done").read_text())["vocab_size"]))
     load_model(model, folder / "first.safetensors")
     return model
-
-
-def _central_config(run: FederatedRun) -> TrainConfig:
-    """Plain steps as clients make them, or AdamW with warmup and decay."""
-    if run.method == "sgd":
-        return _plain_steps(run, run.plan.num_central_steps)
-    return run.plan.model.train_config(num_steps=run.plan.num_central_steps, learning_rate=run.learning_rate)
-
-
-def _plain_steps(run: FederatedRun, num_steps: int) -> TrainConfig:
-    plain: dict[str, Any] = {
-        "optimizer": "sgd",
-        "learning_rate": run.learning_rate,
-        "batch_tokens": run.plan.model.batch_tokens,
-        "num_steps": num_steps,
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "schedule": {"kind": "constant", "warmup_fraction": 0.0},
-        "precision": {"policy": "fp32"},
-        "eval_every_steps": 0,
-        "checkpoint_every_minutes": 0,
-        "keep_best": False,
-    }
-    return parse(TrainConfig, plain, constants=True)
 
 
 def _train(model: Decoder, loader: PackedLoader, config: TrainConfig, stage: Path, *, seed: int) -> None:
@@ -252,9 +267,11 @@ def _federated_config(run: FederatedRun) -> "FederatedConfig":
     return FederatedConfig(
         num_rounds=run.plan.num_rounds,
         local_steps=run.plan.local_steps,
-        optimizer="sgd",
+        optimizer="adamw",
         learning_rate=run.learning_rate,
         batch_tokens=run.plan.model.batch_tokens,
+        strategy=run.arm.strategy,
+        server_learning_rate=run.server_learning_rate,
         min_clients=NUM_CLIENTS,
         round_timeout_s=ROUND_TIMEOUT_S,
     )
@@ -265,13 +282,14 @@ def _local_training(folder: Path, run: FederatedRun, name: str) -> "LocalTrainin
     from modelwright_federated.local_training import LocalTraining
 
     torch.set_num_threads(1)
-    rows = PackedRows(folder / run.method / name)
+    assert run.arm.split is not None
+    rows = PackedRows(folder / run.arm.split / name)
     return LocalTraining(
         model=_first_model(folder, run.plan),
         source=PackedLoader(rows, batch_rows=run.plan.model.batch_rows, seed=derive_seed(run.seed, name)),
         objective=NextToken,
         config=_federated_config(run),
-        training=_plain_steps(run, run.plan.local_steps),
+        training=run.plan.model.train_config(),
         folder=folder / "rounds" / name,
         seed=run.seed,
     )
@@ -279,23 +297,17 @@ def _local_training(folder: Path, run: FederatedRun, name: str) -> "LocalTrainin
 
 def sizes(folder: Path) -> Mapping[str, int]:
     """Rows of each client, by `split/name`."""
-    return {
-        f"{split}/{name}": PackedRows(folder / split / name).num_rows for split in ("iid", "module") for name in NAMES
-    }
+    return {f"{split}/{name}": PackedRows(folder / split / name).num_rows for split in SPLITS for name in NAMES}
 
 
-MOST_ABOVE: Mapping[str, float] = {"iid": 2.0, "module": 5.0}
+MOST_ABOVE: Mapping[Split, float] = {"iid": 2.0, "module": 5.0}
 """Percent of the loss of central training, by how the clients' samples were dealt."""
-LOSS = "held-out loss, "
-METHODS: tuple[Method, ...] = get_args(Method)
-RATES: Mapping[Method, Sequence[float]] = {
-    "iid": (0.1, 0.3, 1.0), "module": (0.1, 0.3, 1.0), "sgd": (0.1, 0.3, 1.0), "adamw": (3e-4, 1e-3, 3e-3),
+LOSS, FIRST = "held-out loss, ", "before fine-tuning"
+RATES: Mapping[str, Sequence[float]] = {
+    **dict.fromkeys(CENTRAL, (3e-3, 9e-3, 2.7e-2)), **dict.fromkeys(AVERAGING, (1e-3, 3e-3, 9e-3)),
 }  # fmt: skip
+SERVER_RATES: Sequence[float] = (1e-2, 3e-2, 9e-2)
 TUNING_SEED = 100
-WORDS = {
-    "iid": "averaging, IID", "module": "averaging, by module", "sgd": "central, SGD", "adamw": "central, AdamW",
-    "first": "before fine-tuning",
-}  # fmt: skip
 
 
 def plan_of(setting: Setting) -> Plan:
@@ -314,65 +326,92 @@ def measure(setting: Setting) -> Measurement:
     def losses(runs: Sequence[FederatedRun]) -> list[float]:
         for run, loss in heldout_losses(folder, [run for run in runs if run not in cache]):
             cache[run] = loss
-            setting.progress.note(f"{WORDS[run.method]} at {run.learning_rate:g}, seed {run.seed}: {loss:.4f}")
+            rates = f"{run.learning_rate:g}" + f" and {run.server_learning_rate:g}" * (run.arm.strategy == "fedadam")
+            setting.progress.note(f"{run.method} at {rates}, seed {run.seed}: {loss:.4f}")
         return [cache[run] for run in runs]
 
+    best, tuning = tune(plan, losses, is_tuned=not setting.quick)
     seeds = range(1 if setting.quick else 3)
-    rates: Mapping[Method, float] = (
-        {method: RATES[method][1] for method in METHODS} if setting.quick else _best_rates(plan, losses)
-    )
-    tuned = [
-        FederatedRun(plan=plan, method=method, learning_rate=rates[method], seed=seed)
-        for method in METHODS
-        for seed in seeds
-    ]
-    samples: dict[str, list[float]] = {LOSS + method: [] for method in METHODS}
-    for run, loss in zip(tuned, losses(tuned), strict=True):
+    runs = [replace(run, seed=seed, heldout="test") for run in best.values() for seed in seeds]
+    samples: dict[str, list[float]] = {LOSS + method: [] for method in ARMS}
+    for run, loss in zip(runs, losses(runs), strict=True):
         samples[LOSS + run.method].append(loss)
-    untrained = FederatedRun(plan=replace(plan, num_rounds=0), method="sgd", learning_rate=0.0, seed=0)
-    samples[LOSS + "first"] = [cache.get(untrained, lambda: first_loss(folder, untrained))]
-    rows, num_seeds = sizes(folder), len(seeds)
+    untrained = FederatedRun(plan=replace(plan, num_rounds=0), method="", learning_rate=0.0, seed=0)
+    samples[LOSS + FIRST] = [cache.get(untrained, lambda: first_loss(folder, untrained))]
+    for method, by_rate in tuning.items():
+        samples |= {f"rates, {method}": list(by_rate), f"tuning, {method}": list(by_rate.values())}
+    server_rates = {method: run.server_learning_rate for method, run in best.items() if run.arm.strategy == "fedadam"}
+    size = plan.model.describe()
+    del size["steps"]  # of the first model; those of the arms follow from rows and batch
     return Measurement(
         samples=samples,
-        conditions=plan.model.describe()
+        conditions=size
         | {
             "clients": NUM_CLIENTS,
             "rounds": plan.num_rounds,
             "local steps": plan.local_steps,
-            "samples": f"{plan.num_central_steps * plan.model.batch_rows} rows in every arm",
-            "rates": ", ".join(f"{WORDS[method]} {rate:g}" for method, rate in rates.items()),
+            "samples": f"{plan.num_batches * plan.model.batch_rows} rows in every arm",
+            "rates": ", ".join(f"{method} {run.learning_rate:g}" for method, run in best.items()),
+            "server rates": ", ".join(f"{method} {rate:g}" for method, rate in server_rates.items()),
             "tuned on": "another seed and another half of the held-out modules",
             "text": "documentation of the standard library first; of PyTorch and NumPy at the clients, held out by "
             "module",
-            "rows of clients": ", ".join(f"{name} {count}" for name, count in rows.items()),
-            "seeds": num_seeds,
-            "optimizer": "plain SGD at a constant rate at the clients; central SGD alike, AdamW with warmup and decay",
+            "rows of clients": ", ".join(f"{name} {count}" for name, count in sizes(folder).items()),
+            "seeds": len(seeds),
+            "optimizer": "AdamW, with warmup and decay if central; at the clients at a constant rate, its state reset "
+            "in every round",
         },
     )
 
 
-def _best_rates(plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[float]]) -> dict[Method, float]:
-    """Return the rate of each method with the lowest loss on the validation split. losses: makes runs."""
+def tune(
+    plan: Plan, losses: Callable[[Sequence[FederatedRun]], list[float]], *, is_tuned: bool
+) -> tuple[dict[str, FederatedRun], dict[str, dict[float, float]]]:
+    """Return each arm's run at its best rates, the validation losses of its last search by rate. losses: makes runs.
 
-    def tuning(method: Method, rate: float) -> FederatedRun:
-        return FederatedRun(plan=plan, method=method, learning_rate=rate, seed=TUNING_SEED, heldout="validation")
+    FedAdam's two rates are searched in turn, as a grid of both would take most of the time: that of the server at the
+    best rate of FedAvg's clients, then that of the clients.
+    """
+    best = {
+        method: FederatedRun(
+            plan=plan, method=method, learning_rate=RATES[method][1], seed=TUNING_SEED, heldout="validation"
+        )
+        for method in ARMS
+    }
+    of_fedadam = [method for method, arm in ARMS.items() if arm.strategy == "fedadam"]
 
-    tuned = tune_grids(RATES, lambda tried: losses([tuning(method, rate) for method, rate in tried]), "rate")
-    return {method: best_value(of_method) for method, of_method in tuned.items()}
+    def search(field: str, grids: Mapping[str, Sequence[float]]) -> dict[str, dict[float, float]]:
+        found = tune_grids(grids, lambda tried: losses([replace(best[m], **{field: v}) for m, v in tried]), field)
+        best.update({method: replace(best[method], **{field: best_value(one)}) for method, one in found.items()})
+        return found
+
+    if not is_tuned:
+        best |= {method: replace(best[method], server_learning_rate=SERVER_RATES[1]) for method in of_fedadam}
+        return best, {}
+    tuning = search("learning_rate", {method: rates for method, rates in RATES.items() if method not in of_fedadam})
+    for method in of_fedadam:
+        best[method] = replace(best[method], learning_rate=best[method.replace("FedAdam", "FedAvg")].learning_rate)
+    search("server_learning_rate", dict.fromkeys(of_fedadam, SERVER_RATES))
+    around = {method: (rate / 3, rate, rate * 3) for method in of_fedadam if (rate := best[method].learning_rate)}
+    return best, tuning | search("learning_rate", around)
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """The averaging of a split is the arm that did best in tuning; the better central arm, the one with the lower loss
+    on the test split itself.
+    """
     judgment = Judgment()
-    with judgment.part():
-        best = min(CENTRAL, key=lambda method: statistics.fmean(samples[LOSS + method]))
-        for split, limit in MOST_ABOVE.items():
-            above = {method: percent_above(samples[LOSS + split], samples[LOSS + method]) for method in CENTRAL}
+    for split, limit in MOST_ABOVE.items():
+        with judgment.part():
+            arms = [method for method, arm in AVERAGING.items() if arm.split == split]
+            own = min(arms, key=lambda method: min(samples[f"tuning, {method}"]))
+            best = min(CENTRAL, key=lambda method: statistics.fmean(samples[LOSS + method]))
+            above = {method: percent_above(samples[LOSS + own], samples[LOSS + method]) for method in CENTRAL}
             for method in CENTRAL:
-                judgment.ask(f"loss above {WORDS[method]}, {WORDS[split]}", above[method], "%")
-            what, say = f"{WORDS[split]}, loss above {WORDS[best]}", f" beside {WORDS[best]}, the better central one"
-            say = f"{WORDS[split]} ends {{0.mean:+.2f}}%{say}"
-            judgment.ask("", above[best], "%", "<=", limit, what=what, say=say)
-    judgment.show(samples, {LOSS + WORDS[method]: LOSS + method for method in (*METHODS, "first")}, "nats")
+                judgment.ask(f"loss above {method}, averaging, {SPLITS[split]}", above[method], "%")
+            say = f"{own} ends {{0.mean:+.2f}}% beside {best}, the best central one"
+            judgment.ask("", above[best], "%", "<=", limit, what=f"{own}, loss above {best}", say=say)
+    judgment.show(samples, [LOSS + method for method in (*ARMS, FIRST)], "nats")
     return judgment.verdict()
 
 
@@ -383,9 +422,11 @@ CLAIM = declared(
     source="McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017 "
     "(arXiv:1602.05629); Zhao et al., Federated Learning with Non-IID Data, 2018 (arXiv:1806.00582)",
     published="direction: the accuracy of central training with IID samples, and less where clients hold other classes",
-    compared=f"{NUM_CLIENTS} clients in Flower's simulation, samples dealt at random and by module, against central "
-    "SGD and AdamW on the same rows; equal samples, each arm at its own best rate, paired seeds",
+    compared=f"{NUM_CLIENTS} AdamW clients in Flower's simulation, samples dealt at random and by module, "
+    "averaged by FedAvg or FedAdam, whichever was better in tuning, against central AdamW on the same rows, with "
+    "batches as large as one client's and as those of all clients; equal samples, each arm at its "
+    "own best rates, paired seeds",
     target=f"at most {MOST_ABOVE['iid']:g}% above the loss of the better central training for samples dealt at random, "
     f"at most {MOST_ABOVE['module']:g}% by module",
-    headline=tuple(f"loss above {WORDS[method]}, {WORDS[split]}" for split in MOST_ABOVE for method in CENTRAL),
+    headline=tuple(f"loss above central, AdamW, averaging, {words}" for words in SPLITS.values()),
 )
