@@ -149,7 +149,7 @@ $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE)
+	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE) -e 'packages/claims[peers]'
 	@touch $@ $(VENV)/.installed
 
 # TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.

@@ -4,7 +4,7 @@
 sends the result, and takes the answer. A call is valid if its arguments fit the function's schema, and right if it is
 the one that the request asks for; both are shares of the requests, so a request without a call counts against them.
 
-    pip install openai-agents
+    pip install openai-agents    # in an environment of its own: it wants openai below 3
     modelwright run tools --run-dir runs/tools
     python benchmarks/agent_loop.py runs/tools --out agent_loop.json
 
