@@ -24,3 +24,11 @@ def test_a_value_that_is_not_finite_shows(value):
 def test_of_nothing_it_is_zero():
     assert float(total_norm([])) == 0.0
     assert float(total_norm([torch.zeros(0)])) == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2**16 - 1, 2**16, 3 * 2**16, 200_001])
+def test_pieces_in_one_call_have_the_bits_of_one_call_for_each(size):
+    draw = torch.Generator().manual_seed(size)
+    tensors = [torch.randn(size, generator=draw), torch.randn(300, 700, generator=draw), torch.randn(5, generator=draw)]
+    pieces = [piece for tensor in tensors for piece in tensor.reshape(-1).split(2**16)]
+    assert torch.equal(total_norm(tensors), torch.nn.utils.get_total_norm(pieces, foreach=True))

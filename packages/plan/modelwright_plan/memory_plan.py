@@ -166,6 +166,13 @@ def plan_step(
     )
 
 
+def leanest_step(model: ModelConfig, train: TrainConfig, *, seq_len: int) -> TrainConfig:
+    """Returns the step of the least memory by recomputation and updates in backward, whatever it costs: the last of
+    `plan_step`'s candidates. Nothing is traced, so that very deep models take no time.
+    """
+    return _candidates(model, train, seq_len, NOWHERE)[1][-1].train
+
+
 def _candidates(
     model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: OffloadTarget
 ) -> tuple[_Candidate, Sequence[_Candidate]]:

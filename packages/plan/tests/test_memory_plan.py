@@ -81,6 +81,7 @@ def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) 
 @pytest.mark.parametrize("case", CASES)
 def test_fake_tensors_live_as_long_as_real_ones(case):
     fake, real = (trace(settings(**CASES[case]), fake=fake) for fake in (True, False))
+    assert fake.length == real.length, "reads of a fake tensor's device are no operators"
     assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
     for kind, num_bytes in real.by_kind(real.peak_time).items():
         assert fake.by_kind(fake.peak_time)[kind] == pytest.approx(num_bytes, rel=0.02, abs=8192), kind
@@ -237,6 +238,13 @@ def test_clipping_keeps_updates_after_backward():
     clipped = settings(max_grad_norm=1.0, batch_tokens=128)
     plan = plan_step(replace(SHAPE, num_layers=1), clipped, NextToken, seq_len=128)
     assert not plan.train.optimizer_in_backward
+
+
+def test_the_number_of_operators_does_not_grow_with_the_width():
+    """A trace of a wide model took most of its time for the pieces of a norm."""
+    lean = settings(optimizer="adamw_8bit", optimizer_in_backward=True)
+    narrow, wide = (replace(SHAPE, model_dim=64 * factor, ffn_dim=176 * factor) for factor in (8, 16))
+    assert trace(lean, model=narrow).length == trace(lean, model=wide).length
 
 
 def test_a_model_that_no_machine_here_could_hold_is_traced():

@@ -140,10 +140,20 @@ def layout_blocker(mesh: Mesh) -> str:
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norm of all tensors together, a scalar; 0 for no tensors, not finite if any value is not."""
-    pieces = []
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return get_total_norm(tensors, foreach=True)
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        return get_total_norm([piece for tensor in tensors for piece in tensor.reshape(-1).split(_PIECE)], foreach=True)
+    norms = []
     for tensor in tensors:
-        pieces += tensor.reshape(-1).split(_PIECE) if tensor.device.type == "cpu" else [tensor]
-    return get_total_norm(pieces, foreach=True) if pieces else torch.zeros(())
+        # All whole pieces in one call, with the bits of one call for each: a matrix of 175B has 9,216 of them.
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // _PIECE * _PIECE
+        if whole:
+            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1))
+        if whole < flat.numel():
+            norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+    return torch.linalg.vector_norm(torch.cat(norms)) if norms else torch.zeros(())
 
 
 def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:

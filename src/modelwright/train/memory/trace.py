@@ -219,6 +219,8 @@ class StepTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # an attribute that only fake tensors are asked for here, not an operator
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # A result in the memory of an argument is a view, and allocates nothing.
         given = {_key(tensor) for tensor in tensors}
