@@ -11,7 +11,7 @@ the ranks' steps is no longer the step of their mean gradient. By measurement th
 sparsification does. With one denominator on all ranks the mean of the steps is linear in the gradients again, which
 makes error feedback sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022,
 refreshes it seldom). Moments change slowly and span many magnitudes, so a rank sends the number of steps of `octaves`
-by which each has changed, in log2, since the last agreement: small integers, Rice-coded.
+by which each has changed, in log2, since the last agreement: small integers, nearly all alike.
 """
 
 import math
@@ -19,13 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from modelwright.core.config import ConfigError, constant
 from modelwright.ops.dtensor import TensorView, local
-from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
+from modelwright.ops.sparse_codec import decode_moves, encode_moves
 from modelwright.parallel.codecs.topk_quantized import gather_bytes
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
@@ -33,7 +32,6 @@ from modelwright.parallel.strategy import Replica, Strategy, Unscale
 
 FLOOR = 1e-16
 """Smallest moment that is sent: its root is Adam's usual epsilon."""
-_HEADER = np.dtype([("middle", "<i4"), ("low", "u1")])
 _NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
@@ -57,7 +55,8 @@ class SharedMoment:
         own_N = flatten(moments).clamp_min_(FLOOR)
         agreed_N = (flatten(self.agreed) if self.agreed else torch.zeros_like(own_N)).to(own_N.device)
         finite = bool(own_N.isfinite().all())
-        message = encode_moves(((own_N.log2() - agreed_N) / self.octaves).round()) if finite else _NOTHING
+        moves_N = ((own_N.log2() - agreed_N) / self.octaves).round()
+        message = torch.from_numpy(encode_moves(moves_N.cpu().numpy())) if finite else _NOTHING
         messages, sent = gather_bytes(self.world, message)
         self.bytes_sent += sent
         if not all(len(message) for message in messages):
@@ -65,34 +64,13 @@ class SharedMoment:
         total_N, known_N = torch.zeros_like(own_N), own_N
         # In rank order: `agreed` must have the same bits on all ranks.
         for rank, message in enumerate(messages):
-            moves_N = decode_moves(message, len(own_N)).to(own_N.device)
+            moves_N = torch.from_numpy(decode_moves(message.numpy(), len(own_N))).to(own_N.device)
             part_N = torch.exp2(agreed_N + moves_N * self.octaves)
             total_N += part_N
             known_N = part_N if rank == self.world.rank else known_N
         # This rank's exact moments take the place of the rounded ones that the others know.
         write_back((total_N - known_N + own_N) / self.world.size, moments)
         self.agreed = shaped((total_N / self.world.size).log2(), moments)
-
-
-def encode_moves(moves_N: Tensor) -> Tensor:
-    """Encodes integers as bytes [uint8, on the CPU]: the median, the Rice parameter, and the differences from it."""
-    moves = moves_N.cpu().numpy().astype(np.int64)
-    middle = int(np.median(moves))
-    left = moves - middle
-    # 0, 1, -1, 2, -2, ... become 0, 1, 2, 3, 4, ...: a Rice code takes no signs.
-    folded = np.where(left > 0, 2 * left - 1, -2 * left)
-    low = rice_parameter(folded)
-    header = np.array([(middle, low)], dtype=_HEADER)
-    return torch.from_numpy(np.concatenate([header.view(np.uint8), rice_encode(folded, low)]))
-
-
-def decode_moves(message: Tensor, numel: int) -> Tensor:
-    """Decodes `encode_moves`, FP32 [numel]."""
-    data = message.numpy()
-    middle, low = data[: _HEADER.itemsize].copy().view(_HEADER)[0].tolist()
-    folded = rice_decode(data[_HEADER.itemsize :], numel, low)
-    left = np.where(folded % 2, (folded + 1) // 2, -folded // 2)
-    return torch.from_numpy((left + middle).astype(np.float32))
 
 
 Private = Mapping[str, Sequence[Tensor]]
