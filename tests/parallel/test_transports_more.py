@@ -15,7 +15,7 @@ from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, deco
 from modelwright.parallel.gradient_sync import flatten
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step
-from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment
+from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment, decode_matrices, encode_matrices
 from parallel.transport_cases import copied
 
 SHAPES = ((120, 70), (37,), (4, 3, 5))
@@ -110,6 +110,19 @@ def test_moves_come_back(spread):
     draw = torch.Generator().manual_seed(spread)
     moves = torch.randint(-spread - 60, spread - 59, (1001,), generator=draw).float().numpy()
     np.testing.assert_array_equal(decode_moves(encode_moves(moves), 1001), moves)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [()], [(1,), (0,), (3, 0)], [(1, 9), (9, 1), (5, 4)]])
+def test_moves_of_matrices_come_back(shapes):
+    draw = torch.Generator().manual_seed(3)
+    moves = [torch.randint(-40, 9, shape, generator=draw).float() for shape in shapes]
+    assert torch.equal(decode_matrices(encode_matrices(moves), moves), flatten(moves))
+
+
+def test_moves_that_rows_and_columns_explain_cost_little():
+    rows, columns = torch.arange(-30.0, 31.0)[:, None], torch.arange(0.0, 243.0, 3.0)
+    alone = encode_moves((rows + columns).flatten().numpy())
+    assert len(encode_matrices([rows + columns])) < len(alone) / 20
 
 
 def moments(rank: int, round_: int) -> list[torch.Tensor]:
@@ -232,9 +245,8 @@ def test_later_messages_say_only_what_moved(ranks):
     first, later = totals[0], (totals[-1] - totals[0]) / (ROUNDS - 1)
     assert later < 0.7 * first
     assert later < (num_ranks - 1) * numel * 4 / 8
-    agreed = torch.zeros(numel)
     messages = [
-        encode_moves(((flatten(moments(rank, 0)).clamp(min=FLOOR).log2() - agreed) / OCTAVES).round().numpy())
+        encode_matrices([(part.clamp(min=FLOOR).log2() / OCTAVES).round() for part in moments(rank, 0)])
         for rank in range(num_ranks)
     ]
     assert first == (num_ranks - 1) * (8 + max(map(len, messages)))

@@ -11,7 +11,8 @@ the ranks' steps is no longer the step of their mean gradient. By measurement th
 sparsification does. With one denominator on all ranks the mean of the steps is linear in the gradients again, which
 makes error feedback sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022,
 refreshes it seldom). Moments change slowly and span many magnitudes, so a rank sends the number of steps of `octaves`
-by which each has changed, in log2, since the last agreement: small integers, nearly all alike.
+by which each has changed, in log2, since the last agreement: small integers, alike within a matrix's rows and columns
+(Adafactor, Shazeer and Stern 2018, keeps nothing else of them), so that what these leave takes few bits.
 """
 
 import math
@@ -56,7 +57,7 @@ class SharedMoment:
         agreed_N = (flatten(self.agreed) if self.agreed else torch.zeros_like(own_N)).to(own_N.device)
         finite = bool(own_N.isfinite().all())
         moves_N = ((own_N.log2() - agreed_N) / self.octaves).round()
-        message = torch.from_numpy(encode_moves(moves_N.cpu().numpy())) if finite else _NOTHING
+        message = encode_matrices(shaped(moves_N, moments)) if finite else _NOTHING
         messages, sent = gather_bytes(self.world, message)
         self.bytes_sent += sent
         if not all(len(message) for message in messages):
@@ -64,13 +65,49 @@ class SharedMoment:
         total_N, known_N = torch.zeros_like(own_N), own_N
         # In rank order: `agreed` must have the same bits on all ranks.
         for rank, message in enumerate(messages):
-            moves_N = torch.from_numpy(decode_moves(message.numpy(), len(own_N))).to(own_N.device)
+            moves_N = decode_matrices(message, moments).to(own_N.device)
             part_N = torch.exp2(agreed_N + moves_N * self.octaves)
             total_N += part_N
             known_N = part_N if rank == self.world.rank else known_N
         # This rank's exact moments take the place of the rounded ones that the others know.
         write_back((total_N - known_N + own_N) / self.world.size, moments)
         self.agreed = shaped((total_N / self.world.size).log2(), moments)
+
+
+def encode_matrices(moves: Sequence[Tensor]) -> Tensor:
+    """Encodes integers, given in FP32, as bytes [uint8, on the CPU]: the length of the next part (4 bytes), rounded
+    means of rows and then of what they leave of columns, and what both leave.
+    """
+    means: list[Tensor] = []
+    rest: list[Tensor] = []
+    for part in moves:
+        left_RC = _as_matrix(part)
+        for dim in (1, 0):
+            means.append((left_RC.sum(dim, keepdim=True) / max(1, left_RC.shape[dim])).round())
+            left_RC = left_RC - means[-1]
+        rest.append(left_RC)
+    first, second = (torch.from_numpy(encode_moves(flatten(parts).cpu().numpy())) for parts in (means, rest))
+    length = torch.tensor([*len(first).to_bytes(4, "little")], dtype=torch.uint8)
+    return torch.cat([length, first, second])
+
+
+def decode_matrices(message: Tensor, like: Sequence[Tensor]) -> Tensor:
+    """Decodes `encode_matrices` of tensors with the shapes of `like`, FP32 [N], on the CPU."""
+    shapes = [_as_matrix(tensor).shape for tensor in like]
+    first = 4 + int.from_bytes(message[:4].tolist(), "little")
+    sizes = [size for shape in shapes for size in shape]
+    means = torch.from_numpy(decode_moves(message[4:first].numpy(), sum(sizes))).split(sizes)
+    moves_N = torch.from_numpy(decode_moves(message[first:].numpy(), sum(shape.numel() for shape in shapes)))
+    for part_RC, rows, columns in zip(
+        moves_N.split([shape.numel() for shape in shapes]), means[::2], means[1::2], strict=True
+    ):
+        part_RC.view(len(rows), len(columns)).add_(rows[:, None]).add_(columns)
+    return moves_N
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """Vectors are one column, so that their values pass for means of rows."""
+    return tensor.reshape(len(tensor) if tensor.dim() else 1, -1) if tensor.numel() else tensor.reshape(0, 1)
 
 
 Private = Mapping[str, Sequence[Tensor]]
