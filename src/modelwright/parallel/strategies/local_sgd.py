@@ -216,7 +216,9 @@ class OuterStep:
             return
         weights = [parameter.detach() for parameter in parameters]
         # The displacement is sent, not a gradient: dividing by the ranks turns the transport's sum into the mean.
-        moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
+        moved = [
+            (before - now.float()).div_(self.world.size) for before, now in zip(self._origin, weights, strict=True)
+        ]
         if step == self.num_steps:
             # The run ends with the exact mean of the ranks' weights, so the residual, which no later message would
             # carry, is added here. A transport without residuals has an empty list.
