@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modelwright.core.library_environment import LOWER
-from modelwright.ops import cpu_kernels
+from modelwright.ops import cpu_kernels, sparse_codec
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
 from modelwright.ops.cpu_kernels import KERNELS, UNMEASURED, faster_kernels, kernels_for, speed
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
@@ -294,6 +295,90 @@ def test_a_kernel_is_used_if_no_case_is_slower():
         assert kernels_for(name) == faster_kernels(entry["rows"]) | unmeasured
     assert {"norm", "decode_step"} <= kernels_for("avx512")
     assert not kernels_for("unknown")
+
+
+def vector(kind: str, numel: int) -> np.ndarray:
+    values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+    return {
+        "normal": values,
+        "all levels": values**5,
+        "denormal": values * np.float32(1e-40),
+        "equal": np.full(numel, -1.5, np.float32),
+        "some zeros": values * (np.arange(numel) % 3 > 0),
+        "few": values * (np.arange(numel) % 200 == 7),
+    }[kind]
+
+
+def outcome(call, *arguments):
+    """What a call returns, as lists, or the error that it raises."""
+    try:
+        result = call(*arguments)
+        return [one.tolist() for one in result] if isinstance(result, tuple) else result.tolist()
+    except (IndexError, ValueError) as error:
+        return type(error), str(error)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["normal", "all levels", "denormal", "equal", "some zeros", "few"])
+@pytest.mark.parametrize("numel", [1, 7, 64, 1001, 70_001])
+def test_messages_by_levels_are_the_references_bytes(numel, kind):
+    values = vector(kind, numel)
+    bounds = [0, numel // 3, numel // 3, numel] if numel > 3 else [0, numel]
+    with np.errstate(over="ignore"):
+        for threshold in (0.0, 0.4, float(np.abs(values).max()), 1e9):
+            kept = sparse_codec.above(torch.from_numpy(values), threshold).numpy()
+            np.testing.assert_array_equal(kept, np.flatnonzero((np.abs(values) >= threshold) & (values != 0)))
+            for places in (kept, np.arange(numel)):
+                message = sparse_codec.encode_levels(places, values[places], bounds)
+                assert message.tobytes() == sparse_codec.encode_levels_naive(places, values[places], bounds).tobytes()
+                indices, found = sparse_codec.decode_levels(message, bounds)
+                naive_indices, naive = sparse_codec.decode_levels_naive(message, bounds)
+                np.testing.assert_array_equal(indices, naive_indices)
+                assert found.tobytes() == naive.tobytes()
+    np.testing.assert_array_equal(naive_indices, np.arange(numel))
+
+
+@needs_kernels
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("numel", [1, 2, 64, 1001, 70_001])
+def test_messages_of_moves_are_the_references_bytes(numel, spread):
+    for middle in (0, -3, 1000):
+        moves = np.rint(vector("normal", numel) * spread + middle).astype(np.float32)
+        message = sparse_codec.encode_moves(moves)
+        assert message.tobytes() == sparse_codec.encode_moves_naive(moves).tobytes()
+        np.testing.assert_array_equal(sparse_codec.decode_moves(message, numel), moves)
+        np.testing.assert_array_equal(sparse_codec.decode_moves_naive(message, numel), moves)
+
+
+@needs_kernels
+def test_damaged_messages_end_as_they_do_in_the_references():
+    """Cut anywhere, or with another byte in the header, the places or the signs."""
+    values, bounds = vector("all levels", 300), [0, 100, 300]
+    kept = sparse_codec.above(torch.from_numpy(values), 0.5).numpy()
+    message = sparse_codec.encode_levels(kept, values[kept], bounds)
+    moves = np.rint(vector("normal", 300) * 0.3).astype(np.float32)
+    coded = sparse_codec.encode_moves(moves)
+    for fast, naive, data, size in (
+        (sparse_codec.decode_levels, sparse_codec.decode_levels_naive, message, bounds),
+        (sparse_codec.decode_moves, sparse_codec.decode_moves_naive, coded, 300),
+    ):
+        for length in range(len(data)):
+            assert outcome(fast, data[:length], size) == outcome(naive, data[:length], size)
+        for at in range(len(data)):
+            damaged = data.copy()
+            damaged[at] ^= 1
+            assert outcome(fast, damaged, size) == outcome(naive, damaged, size)
+
+
+@needs_kernels
+def test_values_that_are_not_finite_are_left_to_the_references():
+    values = vector("normal", 100)
+    values[[3, 50]] = np.inf, np.nan
+    kept = sparse_codec.above(torch.from_numpy(values), 1.0).numpy()
+    assert 3 in kept
+    assert 50 not in kept
+    message = sparse_codec.encode_levels(kept, values[kept], [0, 100])
+    assert message.tobytes() == sparse_codec.encode_levels_naive(kept, values[kept], [0, 100]).tobytes()
 
 
 @pytest.mark.slow

@@ -10,18 +10,12 @@ import torch
 from distributed import run_distributed
 from modelwright.core.config import ConfigError, parse
 from modelwright.ops import sparse_codec
-from modelwright.parallel.codecs.topk_quantized import (
-    MAX_LEVELS,
-    TopKQuantizedConfig,
-    decode_flat,
-    decode_levels,
-    encode_flat,
-    encode_levels,
-)
+from modelwright.ops.sparse_codec import MAX_LEVELS, decode_levels, decode_moves, encode_levels, encode_moves
+from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, decode_flat, encode_flat
 from modelwright.parallel.gradient_sync import flatten
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step
-from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment, decode_moves, encode_moves
+from modelwright.parallel.strategies.local_sgd import FLOOR, SharedMoment, decode_matrices, encode_matrices
 from parallel.transport_cases import copied
 
 SHAPES = ((120, 70), (37,), (4, 3, 5))
@@ -65,19 +59,17 @@ def level_means(values):
 def test_levels_are_their_definition_and_end_where_they_say(keep):
     values = gaussian(4001) ** 3
     places = largest(values, keep)
-    message = encode_levels(places, values[places], len(values))
-    indices, found, used = decode_levels(np.concatenate([message, message]), len(values))
-    assert used == len(message)
-    np.testing.assert_array_equal(indices, places)
-    np.testing.assert_allclose(found, level_means(values[places]), rtol=1e-5)
+    message = encode_levels(places, values[places], [0, len(values)])
+    indices, found = decode_levels(np.concatenate([message, message]), [0, len(values), 2 * len(values)])
+    np.testing.assert_array_equal(indices, [*places, *places + len(values)])
+    np.testing.assert_allclose(found, np.tile(level_means(values[places]), 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [0.0, 3.0], [-2.0], [1.0, -1e9]])
 def test_levels_of_few_values(values):
     values = np.array(values, np.float32)
-    message = encode_levels(np.arange(len(values)), values, 7)
-    indices, found, used = decode_levels(message, 7)
-    assert used == len(message)
+    message = encode_levels(np.arange(len(values)), values, [0, 7])
+    indices, found = decode_levels(message, [0, 7])
     np.testing.assert_array_equal(indices, np.arange(len(values)))
     assert len(found) == len(values)
     if 0.0 not in values:
@@ -92,7 +84,7 @@ def test_levels_cost_little_more_than_their_entropy(keep):
     shares = np.bincount(levels) / len(values)
     shares = np.append(shares[shares > 0], 1 - keep)
     entropy = -(shares * np.log2(shares)).sum() + keep
-    bits = 8 * len(encode_levels(places, values[places], len(values))) / len(values)
+    bits = 8 * len(encode_levels(places, values[places], [0, len(values)])) / len(values)
     assert entropy < bits < 1.03 * entropy
 
 
@@ -116,8 +108,21 @@ def test_means_leave_less_behind_than_even_levels_for_fewer_bytes():
 @pytest.mark.parametrize("spread", [0, 1, 40])
 def test_moves_come_back(spread):
     draw = torch.Generator().manual_seed(spread)
-    moves = torch.randint(-spread - 60, spread - 59, (1001,), generator=draw).float()
-    assert torch.equal(decode_moves(encode_moves(moves), 1001), moves)
+    moves = torch.randint(-spread - 60, spread - 59, (1001,), generator=draw).float().numpy()
+    np.testing.assert_array_equal(decode_moves(encode_moves(moves), 1001), moves)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [()], [(1,), (0,), (3, 0)], [(1, 9), (9, 1), (5, 4)]])
+def test_moves_of_matrices_come_back(shapes):
+    draw = torch.Generator().manual_seed(3)
+    moves = [torch.randint(-40, 9, shape, generator=draw).float() for shape in shapes]
+    assert torch.equal(decode_matrices(encode_matrices(moves), moves), flatten(moves))
+
+
+def test_moves_that_rows_and_columns_explain_cost_little():
+    rows, columns = torch.arange(-30.0, 31.0)[:, None], torch.arange(0.0, 243.0, 3.0)
+    alone = encode_moves((rows + columns).flatten().numpy())
+    assert len(encode_matrices([rows + columns])) < len(alone) / 20
 
 
 def moments(rank: int, round_: int) -> list[torch.Tensor]:
@@ -240,9 +245,8 @@ def test_later_messages_say_only_what_moved(ranks):
     first, later = totals[0], (totals[-1] - totals[0]) / (ROUNDS - 1)
     assert later < 0.7 * first
     assert later < (num_ranks - 1) * numel * 4 / 8
-    agreed = torch.zeros(numel)
     messages = [
-        encode_moves(((flatten(moments(rank, 0)).clamp(min=FLOOR).log2() - agreed) / OCTAVES).round())
+        encode_matrices([(part.clamp(min=FLOOR).log2() / OCTAVES).round() for part in moments(rank, 0)])
         for rank in range(num_ranks)
     ]
     assert first == (num_ranks - 1) * (8 + max(map(len, messages)))
@@ -329,5 +333,5 @@ def test_even_and_mean_levels_share_one_place_code():
     values = gaussian(1000)
     places = largest(values, 0.1)
     kind, data = sparse_codec.encode_places(places, 1000)
-    assert data.tobytes() in encode_levels(places, values[places], 1000).tobytes()
+    assert data.tobytes() in encode_levels(places, values[places], [0, 1000]).tobytes()
     assert kind < 254

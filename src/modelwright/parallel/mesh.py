@@ -248,7 +248,12 @@ class World:
         if self.size == 1:
             return list(values)
         # On the host, by gloo on a GPU machine, too: the answer is needed there, and no kernel has to end before.
-        return self.all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
+        own = torch.tensor(values, dtype=torch.float64)
+        if self.size == 2:
+            # Two ranks swap their values. gloo's ring would cut them into pieces: 1,150 bytes on the network for five
+            # numbers, instead of 430. The sum has the same bits in either order.
+            return (own + self.start_ring_shift(own)()).tolist()
+        return self.all_reduce_sum(own).tolist()
 
     def maxima(self, *values: float) -> list[float]:
         """Returns the maximum of each value over the ranks, in one message."""

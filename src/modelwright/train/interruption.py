@@ -136,9 +136,10 @@ def vote(world: World, sums: Tensor, *, out_of_memory: bool, skipped_last: bool,
     stops = [own.stop == one for one in STOP_SIGNALS]
     numbers = [float(flag) for flag in (out_of_memory, skipped_last, own.minutes_due, own.writer_failed, *stops)]
     if sums.device.type == "cpu" and world.size > 1:  # one message for both
-        totals = world.all_reduce_sum(torch.cat([sums, torch.tensor(numbers, dtype=sums.dtype)]))
-        numbers = [float(one) for one in totals[len(sums) :]]
-        sums = totals[: len(sums)]
+        figures: list[float] = sums.tolist()
+        totals = world.sums([*figures, *numbers])
+        numbers = totals[len(sums) :]
+        sums = torch.tensor(totals[: len(sums)], dtype=sums.dtype)
     else:
         sums, numbers = world.all_reduce_sum(sums), world.sums(numbers)
     # Flags are summed along: a total above 0 means that some rank raised the flag.

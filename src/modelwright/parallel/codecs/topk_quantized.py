@@ -2,20 +2,11 @@
 
 1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; entries that
    are not sent join the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
-2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it
-   (`ops/sparse_codec.py`); or as a sign and a level that decodes to its mean, with a smaller residual at one to three
-   bits an entry.
+2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it; or as a sign
+   and a level that decodes to its mean, with a smaller residual at one to three bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
 
-Level l holds the magnitudes from (1 + l) to (2 + l) times the smallest one kept; the last level is unbounded. Few
-levels and their means are near the best that a scalar code reaches at one to three bits per entry (Lloyd 1982; for
-gradients TernGrad, Wen et al. 2017, with one level), where evenly spaced levels up to the largest magnitude spend their
-bits on outliers. The values that reach the next level are coded as positions among those that reached the previous one,
-so that a rare level costs little. One bucket coded by levels is
-
-    header   the number of levels, how many values reach each, the bytes of each list of places, the levels' means
-    places   of all values among the bucket's entries, then for each further level among the values of the one before
-    signs    one bit a value
+`ops/sparse_codec.py` has the format of the messages.
 """
 
 from collections.abc import Sequence
@@ -30,60 +21,9 @@ from torch import Tensor
 
 from modelwright.core.config import ConfigError, constant
 from modelwright.ops import sparse_codec
-from modelwright.ops.sparse_codec import Bytes, decode_places, encode_places, pack_bits, unpack_bits
+from modelwright.ops.sparse_codec import Bytes
 from modelwright.parallel.gradient_sync import Residual, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
-
-MAX_LEVELS = 8
-_LEVEL = np.dtype([("count", "<u4"), ("place_bytes", "<u4"), ("mean", "<f4"), ("kind", "u1")])
-
-
-def levels_of(magnitudes_K: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Returns the level of each magnitude [K], from 0."""
-    lowest = float(magnitudes_K.min()) if len(magnitudes_K) else 0.0
-    if lowest <= 0.0:
-        return np.zeros(len(magnitudes_K), np.int64)
-    return np.minimum(magnitudes_K / np.float32(lowest), MAX_LEVELS).astype(np.int64) - 1
-
-
-def encode_levels(indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int) -> Bytes:
-    """Encodes one bucket of `numel` entries, whose entries at `indices_K` (ascending) have the values."""
-    magnitudes_K = np.abs(values_K)
-    levels_K = levels_of(magnitudes_K)
-    num_levels = int(levels_K.max()) + 1 if len(levels_K) else 0
-    table, lists, alive = np.zeros(num_levels, _LEVEL), [], levels_K
-    for level in range(num_levels):
-        places, among = (np.flatnonzero(alive >= level), len(alive)) if level else (indices_K, numel)
-        alive = alive[places] if level else alive
-        kind, data = encode_places(places, among)
-        inside = levels_K == level
-        # A level can be empty below one that is not; its mean then decodes no value.
-        mean = float(magnitudes_K[inside].mean(dtype=np.float64)) if inside.any() else 0.0
-        table[level] = (len(places), len(data), mean, kind)
-        lists.append(data)
-    signs = pack_bits(np.signbit(values_K).astype(np.uint16), 1)
-    return np.concatenate([np.array([num_levels], np.uint8), table.view(np.uint8), *lists, signs])
-
-
-def decode_levels(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
-    """Indices and values of the bucket at the start of `data`, and its length in bytes."""
-    num_levels = int(data[0])
-    at = 1 + num_levels * _LEVEL.itemsize
-    table = data[1:at].view(_LEVEL)
-    indices_K, reached, among = np.zeros(0, np.int64), np.zeros(0, np.int64), numel
-    values_K = np.zeros(0, np.float32)
-    for level, (count, place_bytes, mean, kind) in enumerate(table.tolist()):
-        places = decode_places(kind, data[at : at + place_bytes], count, among)
-        at += place_bytes
-        if level == 0:
-            indices_K, reached, values_K = places, np.arange(count), np.zeros(count, np.float32)
-        else:
-            reached = reached[places]
-        values_K[reached] = mean
-        among = count
-    last = at + (len(indices_K) + 7) // 8
-    signs_K = unpack_bits(data[at:last], len(indices_K), 1)
-    return indices_K, np.where(signs_K, -values_K, values_K), last
 
 
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
@@ -191,17 +131,19 @@ class TopKQuantizedSync:
         if not all(len(message) for message in messages):
             write_back(torch.full_like(waiting_N, torch.nan), gradients)
             return
-        total_N = np.zeros(waiting_N.numel(), np.float32)
+        total_N = torch.zeros_like(waiting_N)
         for rank, message in enumerate(messages):
             sparse = decode_flat(message, bounds, self.config.codebook)
-            total_N[sparse.indices_K] += sparse.values_K
+            indices_K, values_K = (
+                torch.from_numpy(one).to(waiting_N.device) for one in (sparse.indices_K, sparse.values_K)
+            )
+            total_N.index_add_(0, indices_K, values_K)
             if rank == self.world.rank:
                 # Take out what was sent, as decoded, so that rounding errors stay; its velocity restarts (section 3.2).
-                indices_K = torch.from_numpy(sparse.indices_K).to(waiting_N.device)
-                waiting_N[indices_K] -= torch.from_numpy(sparse.values_K).to(waiting_N.device)
+                waiting_N.index_add_(0, indices_K, values_K, alpha=-1)
                 if velocity_N is not None:
                     velocity_N[indices_K] = 0.0
-        write_back(torch.from_numpy(total_N).to(waiting_N.device), gradients)
+        write_back(total_N, gradients)
         self.residual.tensors = shaped(waiting_N, gradients)
         if velocity_N is not None:
             self.velocity.tensors = shaped(velocity_N, gradients)
@@ -235,36 +177,38 @@ def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
 
 def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConfig, keep: float) -> Tensor:
     """Encodes the share `keep` of the vector as a message [bytes, uint8, on the CPU]; empty if it is not finite."""
-    if not bool(flat_N.isfinite().all()):
+    # The extremes are finite only if all values are, and PyTorch finds them in a tenth of the time of `isfinite`.
+    if not bool(torch.stack(torch.aminmax(flat_N)).isfinite().all()):
         return torch.zeros(0, dtype=torch.uint8)
-    threshold = -1.0
     if config.selection == "global" and keep < 1:
-        threshold = sparse_codec.sampled_threshold(flat_N, keep, NUM_SAMPLES)
-    parts = []
+        indices = sparse_codec.above(flat_N, sparse_codec.sampled_threshold(flat_N, keep, NUM_SAMPLES))
+    else:
+        largest = [
+            sparse_codec.top_k(flat_N[first:last], max(1, round(keep * (last - first)))) + first
+            for first, last in pairwise(bounds)
+        ]
+        indices = torch.cat(largest)
+    indices_K, values_K = indices.cpu().numpy(), flat_N.index_select(0, indices).cpu().numpy()
+    if config.codebook == "means":
+        return torch.from_numpy(sparse_codec.encode_levels(indices_K, values_K, bounds))
+    parts: list[Bytes] = []
     for first, last in pairwise(bounds):
-        bucket = flat_N[first:last]
-        if threshold >= 0:
-            indices = sparse_codec.above(bucket, threshold)
-        else:
-            indices = sparse_codec.top_k(bucket, max(1, round(keep * len(bucket))))
-        indices_K, values_K = indices.cpu().numpy(), bucket[indices].cpu().numpy()
-        if config.codebook == "means":
-            parts.append(encode_levels(indices_K, values_K, len(bucket)))
-            continue
+        inside = slice(*np.searchsorted(indices_K, (first, last)))
         quantized = sparse_codec.quantize_within(
-            values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
+            values_K[inside], min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
         )
-        parts.append(sparse_codec.encode(indices_K, quantized, len(bucket)))
+        parts.append(sparse_codec.encode(indices_K[inside] - first, quantized, last - first))
     return torch.from_numpy(np.concatenate(parts))
 
 
 def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["uniform", "means"] = "uniform") -> Sparse:
     """Decodes the message of `encode_flat`."""
     data, at = message.numpy(), 0
-    decode = decode_levels if coded == "means" else sparse_codec.decode
+    if coded == "means":
+        return Sparse(*sparse_codec.decode_levels(data, bounds))
     indices, values = [], []
     for first, last in pairwise(bounds):
-        places, kept, used = decode(data[at:], last - first)
+        places, kept, used = sparse_codec.decode(data[at:], last - first)
         indices.append(places + first)
         values.append(kept)
         at += used

@@ -11,7 +11,8 @@ the ranks' steps is no longer the step of their mean gradient. By measurement th
 sparsification does. With one denominator on all ranks the mean of the steps is linear in the gradients again, which
 makes error feedback sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022,
 refreshes it seldom). Moments change slowly and span many magnitudes, so a rank sends the number of steps of `octaves`
-by which each has changed, in log2, since the last agreement: small integers, Rice-coded.
+by which each has changed, in log2, since the last agreement: small integers, alike within a matrix's rows and columns
+(Adafactor, Shazeer and Stern 2018, keeps nothing else of them), so that what these leave takes few bits.
 """
 
 import math
@@ -19,13 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from modelwright.core.config import ConfigError, constant
 from modelwright.ops.dtensor import TensorView, local
-from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
+from modelwright.ops.sparse_codec import decode_moves, encode_moves
 from modelwright.parallel.codecs.topk_quantized import gather_bytes
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync, flatten, shaped, write_back
 from modelwright.parallel.mesh import World
@@ -33,7 +33,6 @@ from modelwright.parallel.strategy import Replica, Strategy, Unscale
 
 FLOOR = 1e-16
 """Smallest moment that is sent: its root is Adam's usual epsilon."""
-_HEADER = np.dtype([("middle", "<i4"), ("low", "u1")])
 _NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
@@ -57,7 +56,8 @@ class SharedMoment:
         own_N = flatten(moments).clamp_min_(FLOOR)
         agreed_N = (flatten(self.agreed) if self.agreed else torch.zeros_like(own_N)).to(own_N.device)
         finite = bool(own_N.isfinite().all())
-        message = encode_moves(((own_N.log2() - agreed_N) / self.octaves).round()) if finite else _NOTHING
+        moves_N = ((own_N.log2() - agreed_N) / self.octaves).round()
+        message = encode_matrices(shaped(moves_N, moments)) if finite else _NOTHING
         messages, sent = gather_bytes(self.world, message)
         self.bytes_sent += sent
         if not all(len(message) for message in messages):
@@ -65,7 +65,7 @@ class SharedMoment:
         total_N, known_N = torch.zeros_like(own_N), own_N
         # In rank order: `agreed` must have the same bits on all ranks.
         for rank, message in enumerate(messages):
-            moves_N = decode_moves(message, len(own_N)).to(own_N.device)
+            moves_N = decode_matrices(message, moments).to(own_N.device)
             part_N = torch.exp2(agreed_N + moves_N * self.octaves)
             total_N += part_N
             known_N = part_N if rank == self.world.rank else known_N
@@ -74,25 +74,40 @@ class SharedMoment:
         self.agreed = shaped((total_N / self.world.size).log2(), moments)
 
 
-def encode_moves(moves_N: Tensor) -> Tensor:
-    """Encodes integers as bytes [uint8, on the CPU]: the median, the Rice parameter, and the differences from it."""
-    moves = moves_N.cpu().numpy().astype(np.int64)
-    middle = int(np.median(moves))
-    left = moves - middle
-    # 0, 1, -1, 2, -2, ... become 0, 1, 2, 3, 4, ...: a Rice code takes no signs.
-    folded = np.where(left > 0, 2 * left - 1, -2 * left)
-    low = rice_parameter(folded)
-    header = np.array([(middle, low)], dtype=_HEADER)
-    return torch.from_numpy(np.concatenate([header.view(np.uint8), rice_encode(folded, low)]))
+def encode_matrices(moves: Sequence[Tensor]) -> Tensor:
+    """Encodes integers, given in FP32, as bytes [uint8, on the CPU]: the length of the next part (4 bytes), rounded
+    means of rows and then of what they leave of columns, and what both leave.
+    """
+    means: list[Tensor] = []
+    rest: list[Tensor] = []
+    for part in moves:
+        left_RC = _as_matrix(part)
+        for dim in (1, 0):
+            means.append((left_RC.sum(dim, keepdim=True) / max(1, left_RC.shape[dim])).round())
+            left_RC = left_RC - means[-1]
+        rest.append(left_RC)
+    first, second = (torch.from_numpy(encode_moves(flatten(parts).cpu().numpy())) for parts in (means, rest))
+    length = torch.tensor([*len(first).to_bytes(4, "little")], dtype=torch.uint8)
+    return torch.cat([length, first, second])
 
 
-def decode_moves(message: Tensor, numel: int) -> Tensor:
-    """Decodes `encode_moves`, FP32 [numel]."""
-    data = message.numpy()
-    middle, low = data[: _HEADER.itemsize].copy().view(_HEADER)[0].tolist()
-    folded = rice_decode(data[_HEADER.itemsize :], numel, low)
-    left = np.where(folded % 2, (folded + 1) // 2, -folded // 2)
-    return torch.from_numpy((left + middle).astype(np.float32))
+def decode_matrices(message: Tensor, like: Sequence[Tensor]) -> Tensor:
+    """Decodes `encode_matrices` of tensors with the shapes of `like`, FP32 [N], on the CPU."""
+    shapes = [_as_matrix(tensor).shape for tensor in like]
+    first = 4 + int.from_bytes(message[:4].tolist(), "little")
+    sizes = [size for shape in shapes for size in shape]
+    means = torch.from_numpy(decode_moves(message[4:first].numpy(), sum(sizes))).split(sizes)
+    moves_N = torch.from_numpy(decode_moves(message[first:].numpy(), sum(shape.numel() for shape in shapes)))
+    for part_RC, rows, columns in zip(
+        moves_N.split([shape.numel() for shape in shapes]), means[::2], means[1::2], strict=True
+    ):
+        part_RC.view(len(rows), len(columns)).add_(rows[:, None]).add_(columns)
+    return moves_N
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """Vectors are one column, so that their values pass for means of rows."""
+    return tensor.reshape(len(tensor) if tensor.dim() else 1, -1) if tensor.numel() else tensor.reshape(0, 1)
 
 
 Private = Mapping[str, Sequence[Tensor]]
@@ -201,7 +216,9 @@ class OuterStep:
             return
         weights = [parameter.detach() for parameter in parameters]
         # The displacement is sent, not a gradient: dividing by the ranks turns the transport's sum into the mean.
-        moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
+        moved = [
+            (before - now.float()).div_(self.world.size) for before, now in zip(self._origin, weights, strict=True)
+        ]
         if step == self.num_steps:
             # The run ends with the exact mean of the ranks' weights, so the residual, which no later message would
             # carry, is added here. A transport without residuals has an empty list.
