@@ -42,6 +42,7 @@ NAMES = (
     "adaptive_precision",
     "packing",
     "int8",
+    "half_precision_latency",
     "activation_checkpointing",
     "pipeline_utilisation",
     "three_dimensional_parallelism",
