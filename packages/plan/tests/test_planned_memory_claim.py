@@ -43,6 +43,7 @@ def measurement(
         moved_bytes=2**20 if on_disk is None else 0,
         step=following(500),
         planned_step=following(num_tensors),
+        accumulated={number: following(number * num_tensors) for number in planned_memory.MICROBATCHES},
         planned_bytes=planned,
     )
     return planned_memory.measurement({"a": predicted}, {"a": 1000}, pair, CASE, large={})
@@ -72,6 +73,7 @@ def test_the_reuse_is_that_of_the_plan_and_not_of_the_step_as_configured():
     short = judged(num_tensors=100)
     assert short.figures["bytes reused in an arena as configured"].value > planned_memory.REUSE_TARGET
     assert short.reason.startswith("bytes reused by the executed plan 99% (exact), not at least 99.3%")
+    assert short.figures["bytes reused by the plan, 16 microbatches"].value == pytest.approx(100 - 100 / 1600)
 
 
 def test_the_arena_of_the_executed_plan_has_to_be_in_the_record():

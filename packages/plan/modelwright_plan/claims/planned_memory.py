@@ -41,6 +41,8 @@ CONFIGURED, PLANNED, WITH_DISK = "as configured", "planned", "planned with a dis
 GAPLESS, IN_TRAINING = "without gaps", "in training's heap"
 PREDICTED, PEAK, STEP = "bytes predicted and measured, ", "peak bytes, ", "step seconds, "
 STATES, FLOPS = "bytes of states, ", "FLOPs of a step, "
+MICROBATCHES = (4, 16)
+"""Numbers of microbatches at which the planned step is traced as well: each reuses the memory of those before it."""
 ARENA, LIVE, MADE = "bytes of the arena, ", "least bytes of an arena, ", "bytes that a step makes, "
 
 
@@ -83,6 +85,8 @@ class Pair:
     """As configured, traced."""
     planned_step: MemoryTimeline
     """As planned and executed, traced."""
+    accumulated: Mapping[int, MemoryTimeline]
+    """As planned, with these numbers of microbatches of as many rows, traced."""
     planned_bytes: int
     """The peak that is predicted of the plan."""
 
@@ -162,6 +166,15 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
         moved_bytes=moving.moved_bytes,
         step=plan.before,
         planned_step=plan.after,
+        accumulated={
+            number: trace_step(
+                case.model,
+                replace(plan.train, gradient_accumulation_steps=number, batch_tokens=number * plan.train.batch_tokens),
+                NextToken,
+                seq_len=seq_len,
+            )
+            for number in (MICROBATCHES[:1] if setting.quick else MICROBATCHES)
+        },
         planned_bytes=plan.after.peak_bytes,
     )
 
@@ -219,6 +232,11 @@ def measurement(
             "bytes moved by a step planned with a disk": [pair.moved_bytes],
             **_arena_samples(CONFIGURED, pair.step),
             **_arena_samples(PLANNED, pair.planned_step),
+            **{
+                name: values
+                for number, step in pair.accumulated.items()
+                for name, values in _arena_samples(f"{PLANNED}, {number} microbatches", step).items()
+            },
             **{f"{LARGE}, {name}": [value] for name, value in large.items()},
         },
         conditions={
@@ -266,6 +284,10 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     )  # fmt: skip
     say = f"{{0.mean:.1f}}% of the bytes that its step makes are reuse (published {REUSE_TARGET}%)"
     judgment.ask("bytes reused by the executed plan", partial(reuse, PLANNED), "%", ">=", REUSE_TARGET, say=say)
+    for number in MICROBATCHES:
+        side = f"{PLANNED}, {number} microbatches"
+        say = f"{{0.mean:.1f}}% with {number} microbatches, traced"
+        judgment.note(f"bytes reused by the plan, {number} microbatches", partial(reuse, side), "%", say=say)
     judgment.ask(what, worst, "%")
     with judgment.beside():
         judgment.ask("time of a planned step", time_of(PLANNED), "x")
