@@ -339,7 +339,23 @@ def test_messages_by_levels_are_the_references_bytes(numel, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("numel", [2, 5, 13, 64, 1001, 20_003])
+def test_places_of_any_density_are_the_references_bytes(numel):
+    draws = np.random.default_rng(numel).random(numel)
+    signs = np.where(draws * 1000 % 2 < 1, np.float32(-1), np.float32(1))
+    for density in np.linspace(0, 1, 41):
+        # Sparser at the end than at the start, so that the codes of blocks are no exact fit.
+        places = np.flatnonzero(draws < density * np.linspace(1.1, 0.9, numel))
+        message = sparse_codec.encode_levels(places, signs[places], [0, numel])
+        assert message.tobytes() == sparse_codec.encode_levels_naive(places, signs[places], [0, numel]).tobytes()
+        for decode in (sparse_codec.decode_levels, sparse_codec.decode_levels_naive):
+            indices, values = decode(message, [0, numel])
+            np.testing.assert_array_equal(indices, places)
+            np.testing.assert_array_equal(values, signs[places])
+
+
+@needs_kernels
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3, 0.6, 1.0, 3.0, 30.0, 1e6])
 @pytest.mark.parametrize("numel", [1, 2, 64, 1001, 70_001])
 def test_messages_of_moves_are_the_references_bytes(numel, spread):
     for middle in (0, -3, 1000):
@@ -352,12 +368,13 @@ def test_messages_of_moves_are_the_references_bytes(numel, spread):
 
 @needs_kernels
 def test_damaged_messages_end_as_they_do_in_the_references():
-    """Cut anywhere, or with another byte in the header, the places or the signs."""
+    """Cut anywhere, or with another byte in the header, the places or the signs; some places are blocks."""
     values, bounds = vector("all levels", 300), [0, 100, 300]
-    kept = sparse_codec.above(torch.from_numpy(values), 0.5).numpy()
+    kept = sparse_codec.above(torch.from_numpy(values), 0.3).numpy()
     message = sparse_codec.encode_levels(kept, values[kept], bounds)
-    moves = np.rint(vector("normal", 300) * 0.3).astype(np.float32)
+    moves = -np.abs(np.rint(vector("normal", 300) * 0.6))
     coded = sparse_codec.encode_moves(moves)
+    assert all(128 <= kind < 150 for kind in (message[9], coded[10]))
     for fast, naive, data, size in (
         (sparse_codec.decode_levels, sparse_codec.decode_levels_naive, message, bounds),
         (sparse_codec.decode_moves, sparse_codec.decode_moves_naive, coded, 300),
@@ -365,9 +382,10 @@ def test_damaged_messages_end_as_they_do_in_the_references():
         for length in range(len(data)):
             assert outcome(fast, data[:length], size) == outcome(naive, data[:length], size)
         for at in range(len(data)):
-            damaged = data.copy()
-            damaged[at] ^= 1
-            assert outcome(fast, damaged, size) == outcome(naive, damaged, size)
+            for bit in (1, 128):
+                damaged = data.copy()
+                damaged[at] ^= bit
+                assert outcome(fast, damaged, size) == outcome(naive, damaged, size)
 
 
 @needs_kernels

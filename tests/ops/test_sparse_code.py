@@ -84,12 +84,14 @@ def test_rice_code_is_the_textbook_one(low):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.2, 0.35, 0.5, 0.65, 0.9, 1.0])
 def test_places_come_back_and_never_cost_more_than_a_bitmap(size, share):
     kept = np.random.default_rng(3).choice(size, round(share * size), replace=False)
     kept.sort()
     kind, data = sc.encode_places(kept, size)
-    assert sc.decode_places(kind, data, len(kept), size).tolist() == kept.tolist()
+    indices, used = sc.decode_places(kind, np.append(data, np.uint8(255)), len(kept), size)
+    assert indices.tolist() == kept.tolist()
+    assert used == len(data)
     assert len(data) <= (size + 7) // 8 + 1
     if share == 1.0:
         assert len(data) == 0
@@ -100,6 +102,23 @@ def test_places_of_one_percent_cost_close_to_their_entropy():
     _, data = sc.encode_places(kept, size)
     entropy = -(0.01 * np.log2(0.01) + 0.99 * np.log2(0.99)) * size
     assert entropy * 0.98 < 8 * len(data) < entropy * 1.05
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.27, 0.35, 0.4, 0.46, 0.54, 0.65, 0.8])
+def test_places_of_any_density_cost_close_to_their_entropy(share):
+    kept = np.flatnonzero(np.random.default_rng(5).random(100_001) < share)
+    _, data = sc.encode_places(kept, 100_001)
+    share = len(kept) / 100_001
+    entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) * 100_001
+    assert entropy < 8 * len(data) < entropy * (1.012 if 0.25 < share < 0.75 else 1.025)
+
+
+def test_blocks_that_are_cut_off_or_hold_other_places_are_refused():
+    kept = np.flatnonzero(np.random.default_rng(6).random(1001) < 0.35)
+    kind, data = sc.encode_places(kept, 1001)
+    for damaged, count, size in [(data[:-2], len(kept), 1001), (data, len(kept) - 1, 1001), (data, len(kept), 100)]:
+        with pytest.raises(ValueError, match="not a message"):
+            sc.decode_places(kind, damaged, count, size)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -334,7 +334,9 @@ def test_first_message_is_counted_to_the_byte(ranks, case):
     config = three_level_config(case)
     bounds = bucket_bounds([part.numel() for part in gradients(0, 0)], config.bucket_numel)
     messages = [encode_flat(flatten(gradients(rank, 0)), bounds, config, config.share(0)) for rank in range(num_ranks)]
-    assert int(found[case][0]["bytes/0"]) == (num_ranks - 1) * (8 + max(map(len, messages)))
+    # Two ranks swap messages, more pad them to the longest.
+    longest = max(map(len, messages[: num_ranks if num_ranks > 2 else 1]))
+    assert int(found[case][0]["bytes/0"]) == (num_ranks - 1) * (8 + longest)
     for message in messages:
         assert len(decode_flat(message, bounds).values_K) == pytest.approx(config.share(0) * bounds[-1], rel=0.1)
 

@@ -203,6 +203,11 @@ class World:
 
     def gather_bytes(self, message: Tensor) -> list[Tensor]:
         """Returns the messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order."""
+        if self.size == 2:
+            # A swap as in `sums`; the messages need not be equally long.
+            length = int(self.start_ring_shift(torch.tensor(len(message)))())
+            received = self.start_ring_shift(message.cpu(), torch.empty(length, dtype=torch.uint8))()
+            return [received, message.cpu()] if self.rank else [message.cpu(), received]
         # Collectives need equal shapes: lengths are gathered first, then every message is padded to the longest.
         lengths = self.all_gather(torch.tensor(len(message), device=self.device)).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
@@ -219,15 +224,17 @@ class World:
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(other.numpy().tobytes()) for other in self.gather_bytes(message)]
 
-    def start_ring_shift(self, tensor: Tensor, *, tag: int = 0) -> Callable[[], Tensor]:
+    def start_ring_shift(self, tensor: Tensor, into: Tensor | None = None, *, tag: int = 0) -> Callable[[], Tensor]:
         """Starts sending a tensor to the next rank and receiving the previous rank's; the first follows the last.
 
         The returned function waits for both and returns the received tensor; it must be called, and until then `tensor`
-        must not change. tag: distinguishes messages in flight at the same time.
+        must not change. into: where to receive; None for a new tensor of the same shape. tag: distinguishes messages in
+        flight at the same time.
         """
         if self.size == 1:
             return lambda: tensor
-        tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format) if into is None else into
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [

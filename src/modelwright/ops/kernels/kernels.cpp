@@ -101,26 +101,27 @@ extern "C" int64_t entries_above(const float* values, int64_t numel, float thres
 }
 
 extern "C" int64_t encode_levels(const int64_t* indices, const float* values, int64_t count, const int64_t* bounds,
-                                 int64_t num_buckets, int32_t* gaps, uint8_t* alive, uint8_t* to) {
+                                 int64_t num_buckets, const uint16_t* codes, int32_t* gaps, uint8_t* alive,
+                                 uint8_t* to) {
   const uint8_t* const start = to;
   for (int64_t bucket = 0, at = 0; bucket < num_buckets && to; ++bucket) {
     const int64_t first = bounds[bucket], last = bounds[bucket + 1];
     if (last - first > std::numeric_limits<int32_t>::max()) return -1;
     const int64_t begin = at;
     while (at < count && indices[at] < last) ++at;
-    to = write_levels(indices + begin, values + begin, at - begin, first, last - first, gaps, alive, to);
+    to = write_levels(indices + begin, values + begin, at - begin, first, last - first, codes, gaps, alive, to);
   }
   return to ? to - start : -1;
 }
 
 extern "C" int64_t decode_levels(const uint8_t* from, int64_t num_bytes, const int64_t* bounds, int64_t num_buckets,
-                                 int64_t* indices, float* values, int32_t* reached) {
+                                 const uint32_t* entries, int64_t* indices, float* values, int32_t* reached) {
   const uint8_t* const end = from + num_bytes;
   int64_t total = 0;
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
     const int64_t first = bounds[bucket], numel = bounds[bucket + 1] - first;
     if (numel > std::numeric_limits<int32_t>::max()) return -1;
-    const int64_t count = read_levels(&from, end, numel, indices + total, values + total, reached);
+    const int64_t count = read_levels(&from, end, numel, entries, indices + total, values + total, reached);
     if (count < 0) return -1;
     for (int64_t i = 0; i < count; ++i) indices[total + i] += first;
     total += count;
@@ -128,10 +129,12 @@ extern "C" int64_t decode_levels(const uint8_t* from, int64_t num_bytes, const i
   return total;
 }
 
-extern "C" int64_t encode_moves(const float* moves, int64_t numel, int32_t* scratch, uint8_t* to) {
-  return write_moves(moves, numel, scratch, to);
+extern "C" int64_t encode_moves(const float* moves, int64_t numel, const uint16_t* codes, int32_t* scratch,
+                                uint8_t* to) {
+  return write_moves(moves, numel, codes, scratch, to);
 }
 
-extern "C" int64_t decode_moves(const uint8_t* from, int64_t num_bytes, int64_t numel, int32_t* places, float* moves) {
-  return read_moves(from, num_bytes, numel, places, moves);
+extern "C" int64_t decode_moves(const uint8_t* from, int64_t num_bytes, int64_t numel, const uint32_t* entries,
+                                int32_t* places, float* moves) {
+  return read_moves(from, num_bytes, numel, entries, places, moves);
 }

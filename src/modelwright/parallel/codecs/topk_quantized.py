@@ -4,7 +4,7 @@
    are not sent join the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
 2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it; or as a sign
    and a level that decodes to its mean, with a smaller residual at one to three bits an entry.
-3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
+3. Places as Rice-coded gaps, a bitmap, or its blocks in Huffman codes, whichever is smallest.
 
 `ops/sparse_codec.py` has the format of the messages.
 """
@@ -29,8 +29,9 @@ from modelwright.parallel.mesh import World
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
     """Returns the messages [bytes, uint8, on the CPU] of all ranks in rank order, and the bytes that this rank sent."""
     messages = world.gather_bytes(message)
-    # In a ring all-gather a rank forwards n - 1 messages, each padded to the longest and preceded by its length.
-    return messages, (world.size - 1) * (8 + max(map(len, messages)))
+    # Two ranks swap messages. In a ring all-gather of more a rank forwards n - 1, each padded to the longest. Lengths
+    # go before.
+    return messages, (world.size - 1) * (8 + (len(message) if world.size == 2 else max(map(len, messages))))
 
 
 NUM_SAMPLES = 65_536
@@ -100,8 +101,9 @@ class TopKQuantizedSync:
     """Every rank sends its own largest entries to all others; each adds up the messages in rank order.
 
     `bytes_sent`: a ring all-gather forwards every message n - 1 times, so a rank sends (n - 1) times its own message,
-    padded to the longest one, and (n - 1) x 8 bytes of lengths. A rank with non-finite values sends an empty message;
-    all gradients are then nan on all ranks, and all state that is kept from step to step is unchanged.
+    of three ranks or more padded to the longest one, and (n - 1) x 8 bytes of lengths. A rank with non-finite values
+    sends an empty message; all gradients are then nan on all ranks, and all state that is kept from step to step is
+    unchanged.
     """
 
     world: World
