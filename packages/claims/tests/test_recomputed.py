@@ -96,6 +96,19 @@ def comparisons(samples: Mapping[str, Sequence[float]]) -> Iterator[list[float]]
                 yield [abs(a / b - 1) for a, b in zip(one, other, strict=True)]
 
 
+def beside_theory(record: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Of `zero_memory`, case by case: how far states are from 12 bytes a parameter over n, and the planner from peaks."""
+    if record["name"] != "zero_memory":
+        return
+    samples, whole, start = record["samples"], 12 * int(record["conditions"]["parameters"]), "bytes of states, "
+    for name in (name for name in samples if name.startswith(start)):
+        sharded, ranks = name.removeprefix(start).removesuffix(" ranks").split(", ")
+        theory = whole / (1 if sharded == "none" else int(ranks))
+        yield [abs(value / theory - 1) for value in samples[name]]
+    errors = list(map(abs, samples["memory model's error, %"]))
+    yield from ([one, other] for one, other in zip(errors[::2], errors[1::2], strict=True))
+
+
 DERIVED = {
     "activation_checkpointing": "memory saved, ",  # of the peak above the states
     "compressed_links": "throughput over exact, exact, ",  # of itself: 1
@@ -118,7 +131,7 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
     for name, figure in figures.items():
         wanted.setdefault(f"{figure['value']:.6g}", []).append(name)
     found = set[str]()
-    for values in comparisons(record["samples"]):
+    for values in itertools.chain(comparisons(record["samples"]), beside_theory(record)):
         if not all(map(math.isfinite, values)):
             continue
         mean = statistics.fmean(values)
