@@ -151,6 +151,16 @@ def required(requirement: str) -> tuple[str, str]:
     return re.sub(r"[-_.]+", "-", name).lower(), ",".join(sorted(versions.strip().split(",")))
 
 
+def test_no_extra_needs_another_version_than_the_constraints_have() -> None:
+    """The lock has several versions of a package where extras disagree, which pip with constraints cannot install."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    locked: dict[str, set[str]] = {}
+    for one in tomllib.loads((ROOT / "uv.lock").read_text())["package"]:
+        locked.setdefault(one["name"], set()).add(one.get("version", ""))
+    by_python_or_system = {"contourpy", "llguidance", "networkx", "numpy", "pymdown-extensions", "setuptools", "torch"}
+    assert {name for name in pins if len(locked.get(name, ())) > 1} <= by_python_or_system
+
+
 def test_the_lock_belongs_to_the_projects() -> None:
     """Every requirement of the projects, with its versions, is one of uv.lock's, and no other: else run `uv lock`."""
     text = (ROOT / "uv.lock").read_text()

@@ -2,7 +2,6 @@
 
 import statistics
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from modelwright_claims.large_runs import (
     paces,
     peaks,
 )
-from modelwright_claims.statistics import Estimate, differences, paired_t_test, percent_above, percent_saved, ratios
+from modelwright_claims.statistics import differences, paired_t_test, percent_above, percent_saved, ratios
 from modelwright_claims.training_run import Run
 
 SPEED_TARGET = 2.0
@@ -70,10 +69,6 @@ def measure(setting: Setting) -> Measurement:
     )
 
 
-def percent_saved_by_bf16(samples: Samples, suffix: str) -> Estimate:
-    return percent_saved(samples[f"{PEAK}bf16{suffix}"], samples[f"{PEAK}{FP32}{suffix}"])
-
-
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
     judgment = Judgment()
     speed_up = ratios(samples[f"{PACE}bf16"], samples[f"{PACE}{FP32}"])
@@ -95,8 +90,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
         what="memory", say="{0.mean:.2f}x the memory",
     )  # fmt: skip
     for rows, suffix in ((MEMORY_ROWS, ""), (MORE_ROWS, WITH_MORE)):
-        saved = partial(percent_saved_by_bf16, samples, suffix)
-        judgment.note(f"memory saved, {rows} rows", saved, "%", say=f"{{0.mean:.0f}}% less memory with {rows} rows")
+        judgment.note(
+            f"memory saved, {rows} rows",
+            lambda end=suffix: percent_saved(samples[f"{PEAK}bf16{end}"], samples[f"{PEAK}{FP32}{end}"]),
+            "%",
+            say=f"{{0.mean:.0f}}% less memory with {rows} rows",
+        )
     for name in FORMATS:
         pace, peak = f"tokens per second, {name.upper()}", f"peak memory above start, {name.upper()}"
         judgment.note(pace, lambda name=name: statistics.median(samples[PACE + name]), "/s")

@@ -33,6 +33,8 @@ class Promise:
     """What decides where it stands, or limits it, in twenty words at most."""
     cause: str = ""
     claim: str = ""
+    scaled_down: bool = False
+    """Whether what its claim measures is smaller than what it promises, which then holds in part at most."""
     asks: Sequence[tuple[str, str, float]] = ()
     """Figure, relation and limit; "a // b" is the ratio of two figures."""
 
@@ -57,8 +59,8 @@ def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
     """Return where a promise stands by the newest of the judged records of its claim.
 
     It holds where the claim is met now and each figure that it asks for reaches its limit by its bound; in part where
-    the figures do and the claim's row has a reservation. It is not judged where the record lacks a figure or a bound
-    and nothing in it misses a limit.
+    the figures do and the claim's row has a reservation, or is about something smaller. It is not judged where the
+    record lacks a figure or a bound and nothing in it misses a limit.
     """
     record = newest([record for record in records if record["name"] == promise.claim])
     if record is None and (promise.claim or promise.cause == "unmeasured"):
@@ -68,7 +70,7 @@ def answer(promise: Promise, records: Sequence[Mapping[str, Any]]) -> Answer:
     figures = record[FIGURES]
     shown = {name: figure for name, _, _ in promise.asks if (figure := _figure(figures, name))}
     reached = [reaches(shown.get(name), relation, limit) for name, relation, limit in promise.asks]
-    is_met = record["kind"] == "met" and answered_today(record)
+    is_met = record["kind"] == "met" and answered_today(record) and not promise.scaled_down
     standing: Standing = "holds" if is_met else "holds in part"
     if False in reached:
         standing = "does not hold here"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_where_a_promise_stands() -> None:
     assert answer(reached, []).standing == "not measured yet"
     for cause, standing in (("unmeasured", "not measured yet"), ("machine", "cannot be tested here")):
         assert answer(Promise(guide="000", text="t", why="w", cause=cause), [record()]).standing == standing
+    assert answer(replace(reached, scaled_down=True), [record()]).standing == "holds in part"
+    assert answer(replace(missed, scaled_down=True), [record()]).standing == "does not hold here"
     newer = record("short", lower=0.1) | {"date": "2026-02-01"}
     assert answer(reached, [newer, record()]).standing == "does not hold here"
     assert answer(missed, [record("cannot be tested here")]).standing == "cannot be tested here"

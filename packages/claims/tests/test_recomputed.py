@@ -97,7 +97,7 @@ def comparisons(samples: Mapping[str, Sequence[float]]) -> Iterator[list[float]]
 
 
 def beside_theory(record: Mapping[str, Any]) -> Iterator[list[float]]:
-    """Of `zero_memory`, by case: how far states are from 12 bytes a parameter over n, and the planner from peaks."""
+    """Yields, for each case of `zero_memory`, how far states are from theory and the planner from measured peaks."""
     if record["name"] != "zero_memory":
         return
     samples, whole, start = record["samples"], 12 * int(record["conditions"]["parameters"]), "bytes of states, "

@@ -19,7 +19,7 @@ Of the latter, level l holds the magnitudes from (1 + l) to (2 + l) times the sm
 unbounded. Few levels and their means are near the best that a scalar code reaches at one to three bits per entry (Lloyd
 1982; for gradients TernGrad, Wen et al. 2017, with one level), where evenly spaced levels up to the largest magnitude
 spend their bits on outliers. The values that reach the next level are coded as positions among those that reached the
-previous one, so that a rare level costs little. Moves, integers of which nearly all are the same, are coded as
+previous one, so that a rare level costs little. Moves, integers of which many are equal, are coded as
 
     header   their median, the number of lists, the Rice parameter; how many moves each list has, the place code
     places   of the moves that differ from the median, then, among each list's, of those that differ by one more

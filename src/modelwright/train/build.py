@@ -148,7 +148,8 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     that is laid out over several ranks is empty. Writes `stage.checkpoints`, `stage.metrics` and, in `stage.path`, the
     files of sinks and the logs of techniques and monitors, mostly on the first rank only.
 
-    Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
+    Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved); one that comes after the last step acts as it would
+    outside of training, and the next call returns the result. Raises `StorageError` when a checkpoint or a metric
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """

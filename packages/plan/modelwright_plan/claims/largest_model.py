@@ -141,12 +141,9 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
         words = {way: times(way, CONFIGURED) for way in (PLANNED, CHECKPOINTED)}
         ask, rival = f"parameters to as configured, {PLANNED}, {tokens}", f"parameters to {CHECKPOINTED}, {tokens}"
-        if number == 0:  # the batch at which activations dominate, which the target speaks of
-            judgment.ask(ask, words[PLANNED], "x", ">=", TARGET)
-            judgment.ask(rival, times(PLANNED, CHECKPOINTED), "x", ">=", 1.0)
-        else:
-            judgment.ask(ask, words[PLANNED], "x")
-            judgment.ask(rival, times(PLANNED, CHECKPOINTED), "x")
+        at_least = "" if number else ">="  # the target speaks of the first batch, where activations dominate
+        judgment.ask(ask, words[PLANNED], "x", at_least, TARGET)
+        judgment.ask(rival, times(PLANNED, CHECKPOINTED), "x", at_least, 1.0)
         judgment.ask(f"parameters to as configured, {CHECKPOINTED}, {tokens}", words[CHECKPOINTED], "x")
         more = {}
         for way in (PLANNED, CHECKPOINTED):

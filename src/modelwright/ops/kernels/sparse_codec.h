@@ -298,6 +298,20 @@ inline int64_t above(const float* values, int64_t numel, float threshold, int64_
   return count;
 }
 
+// Keeps the values of at least `level`, in place, and writes the number of the others before each. Returns how many.
+template <typename Value>
+int64_t keep_reaching(Value* values, int64_t count, int level, int32_t* gaps) {
+  int64_t num_kept = 0, last = -1;
+  for (int64_t i = 0; i < count; ++i) {  // without branches, as above
+    const bool reaches = values[i] >= level;
+    gaps[num_kept] = static_cast<int32_t>(i - last - 1);
+    values[num_kept] = values[i];
+    last = reaches ? i : last;
+    num_kept += reaches;
+  }
+  return num_kept;
+}
+
 // Writes the bucket of `numel` entries from `first` on. gaps and alive: room for `count` numbers each.
 inline uint8_t* write_levels(const int64_t* indices, const float* values, int64_t count, int64_t first, int64_t numel,
                              const uint16_t* codes, int32_t* gaps, uint8_t* alive, uint8_t* to) {
@@ -336,18 +350,7 @@ inline uint8_t* write_levels(const int64_t* indices, const float* values, int64_
   to += kLevelBytes * num_levels;
   int64_t reached = count, among = numel;
   for (int level = 0; level < num_levels; ++level, table += kLevelBytes) {
-    if (level) {
-      among = reached;
-      reached = 0;
-      int64_t last = -1;
-      for (int64_t i = 0; i < among; ++i) {
-        const bool reaches = alive[i] >= level;
-        gaps[reached] = static_cast<int32_t>(i - last - 1);
-        alive[reached] = alive[i];
-        last = reaches ? i : last;
-        reached += reaches;
-      }
-    }
+    if (level) among = reached, reached = keep_reaching(alive, among, level, gaps);
     const Places places = write_places(gaps, reached, among, codes, to);
     to += places.num_bytes;
     const float mean = static_cast<float>(sums[level] / static_cast<double>(std::max<int64_t>(1, inside[level])));
@@ -423,18 +426,7 @@ inline int64_t write_moves(const float* moves, int64_t numel, const uint16_t* co
   uint8_t *table = to + kMovesBytes, *at = table + kListBytes * num_lists;
   int64_t reached = count, among = numel;
   for (int level = 1; level <= num_lists; ++level, table += kListBytes) {
-    if (level > 1) {
-      among = reached;
-      reached = 0;
-      last = -1;
-      for (int64_t i = 0; i < among; ++i) {
-        const bool reaches = values[i] >= level;
-        gaps[reached] = static_cast<int32_t>(i - last - 1);
-        values[reached] = values[i];
-        last = reaches ? i : last;
-        reached += reaches;
-      }
-    }
+    if (level > 1) among = reached, reached = keep_reaching(values, among, level, gaps);
     const Places places = write_places(gaps, reached, among, codes, at);
     at += places.num_bytes;
     write_32(table, static_cast<uint32_t>(reached));
