@@ -139,9 +139,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(call install,all)
 	@touch $@
 
+# `all` by its name, although dev contains it: uv does not follow extras of extras that have conflicts.
 # With what builds the documentation: two small packages, where a second installation would take a minute of a core.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml $(PROJECTS)
-	$(call install,dev docs)
+	$(call install,all dev docs)
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)
