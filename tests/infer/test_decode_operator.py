@@ -1,5 +1,7 @@
 """Decoding by one operator against the model's own forward, and that neighbors change no bit of a request."""
 
+import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Iterator
@@ -387,3 +389,45 @@ def test_weights_that_are_not_finite_end_a_request_with_an_error() -> None:
     engine.step()
     model.projections()["blocks.1.ffn.up_proj"].weight.data.fill_(float("nan"))
     assert [one.finish_reason for one in drain(engine)["0"]] == ["error"]
+
+
+RUNS_OF_THREADS = """
+import os, sys, time
+import modelwright, torch
+from pathlib import Path
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.decoder import Decoder, ModelConfig
+
+torch.set_num_threads(2)
+model = Decoder(ModelConfig(vocab_size=512, num_layers=2, model_dim=48, num_heads=4, num_kv_heads=2, head_dim=16,
+                            ffn_dim=96, max_seq_len=160))
+model.init_weights(0)
+engine = Engine(model.eval(), EngineConfig())
+assert not engine.why_no_operator, engine.why_no_operator
+params = SamplingParams(max_tokens=60, temperature=0.0)
+for number in range(int(sys.argv[1])):
+    engine.add(str(number), list(range(3, 20)), params)
+
+def runs():
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    return {task.name: int((task / "schedstat").read_text().split()[2]) for task in tasks}
+
+for _ in range(5):
+    engine.step()  # the prompts, by OpenMP's threads, and the first tokens
+time.sleep(0.2)  # they sleep
+before = runs()
+for _ in range(40):
+    engine.step()
+    time.sleep(0.002)  # all threads sleep, so that each step has to wake those that it needs
+print(sum(after - before.get(name, 0) >= 20 for name, after in runs().items()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux with scheduler statistics")
+@pytest.mark.parametrize("streams", ["1", "3"])
+def test_a_step_wakes_its_own_thread_and_none_of_openmp(streams: str) -> None:
+    done = subprocess.run([sys.executable, "-c", RUNS_OF_THREADS, streams], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1"], "threads that ran next to the main one"

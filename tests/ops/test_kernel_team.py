@@ -106,6 +106,36 @@ def test_a_copy_of_the_process_has_threads_of_its_own(weight: torch.Tensor) -> N
     assert torch.equal(product(x), whole)
 
 
+SPREAD = """
+import os, sys
+import modelwright, torch
+from modelwright.ops import cpu_kernels
+
+every, one = os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}
+torch.set_num_threads(2)
+before = set(os.listdir("/proc/self/task"))
+cpu_kernels.spread_threads()  # makes the second thread
+apart = 0
+for _ in range(20):
+    threads = [os.getpid(), *map(int, set(os.listdir("/proc/self/task")) - before)]
+    for mask in (one, every):  # as after a pause of which both woke on one core
+        for thread in threads:
+            os.sched_setaffinity(thread, mask)
+    cpu_kernels.spread_threads()
+    assert len(threads) == 2 and all(os.sched_getaffinity(thread) == every for thread in threads), "they are bound"
+    stats = [open(f"/proc/self/task/{thread}/stat").read().rpartition(")")[2].split() for thread in threads]
+    apart += stats[0][36] != stats[1][36]  # the core of each
+sys.exit(apart < 14)  # other work may move them
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_threads_that_wake_on_one_core_part() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    subprocess.run([sys.executable, "-c", SPREAD], timeout=60, check=True)
+
+
 PROGRAM = """
 import os, sys, time, torch
 from modelwright.ops.decode_step import RowProduct, Weight

@@ -32,6 +32,7 @@ from modelwright.model.adapter_bank import AdapterSet
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Attend, AttentionSpec, Decoder, Insert
 from modelwright.model.vision.llava import image_prefix, replaced
+from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import masked_attention, masked_capped_attention, packed_tiles
 from modelwright.ops.selected_attention import selected_attention
 
@@ -133,6 +134,8 @@ class ModelRunner:
                 parts.append((sampled, hidden_ND if len(chosen) == len(rows) else hidden_ND[chosen]))
         if rest.decodes or rest.chunks or not parts:
             step = self._prepare(rest)
+            if self._device.type == "cpu":
+                cpu_kernels.spread_threads()
             with self._adapters.chosen(step.adapters, self._device):
                 hidden_1ND = self._model(
                     step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N, self._insert(rest, step)

@@ -149,6 +149,14 @@ def message_codec() -> ctypes.CDLL | None:
     return kernels() if os.environ.get(SWITCH, "1") != "0" else None
 
 
+def spread_threads() -> None:
+    """Put each of OpenMP's threads, which compute PyTorch's operators, on a core of its own. After a pause the system
+    may start two of them on one core and leave them there; short work that follows would take twice its time.
+    """
+    if "decode_step" in used() and (library := kernels()) is not None and torch.get_num_threads() > 1:
+        library.spread_threads(torch.get_num_threads())
+
+
 @functools.cache
 def _selected(setting: str, of: str) -> frozenset[Kernel]:
     if not of:

@@ -453,4 +453,30 @@ void multiply_all(const Matrix& by, const float* in, int64_t num_rows, float* pe
   });
 }
 
+// The place of the largest number of each row, the first of equal ones, and the logarithm of the sum of exponentials. It
+// ends every step of decoding, so the team does it: one of OpenMP's threads, woken for it, would take a core from a
+// member of the team for as long as it waits for more work.
+void summarize(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums, int threads) {
+  const auto one = [&](int64_t row) {
+    const float* const from = x + row * width;
+    float largest = from[0];
+    if (width >= kLanes) {
+      Vector most = load(from);
+      for (int64_t at = kLanes; at + kLanes <= width; at += kLanes) most = larger(most, load(from + at));
+      for (int lane = 0; lane < kLanes; ++lane) largest = larger(largest, most[lane]);
+    }
+    for (int64_t at = width / kLanes * kLanes; at < width; ++at) largest = larger(largest, from[at]);
+    int64_t at = 0;
+    while (at < width && from[at] < largest) ++at;
+    largest_at[row] = std::min(at, width - 1);
+    Vector sums[2] = {};
+    float rest = 0.0f;
+    for (at = 0; at + kLanes <= width; at += kLanes) sums[at / kLanes % 2] += exponential(load(from + at) - largest);
+    for (; at < width; ++at) rest += std::exp(from[at] - largest);
+    log_sums[row] = largest + std::log(sum(sums[0] + sums[1]) + rest);
+  };
+  // Waking the team for a single row would take longer than the row.
+  Team::run(num_rows > 1 ? threads : 1, [&](const Member& member) { member.each(num_rows, one); });
+}
+
 }  // namespace

@@ -9,6 +9,17 @@
 
 extern "C" const char* instruction_set() { return kInstructionSet; }
 
+extern "C" void spread_threads(int threads) {
+  Cores cores(threads);
+#pragma omp parallel num_threads(threads)
+  {
+    const int number = omp_get_thread_num();
+    cores.arrive(number);
+#pragma omp barrier
+    cores.leave_shared(number);
+  }
+}
+
 #define ATTENTION(NAME, T)                                                                                             \
   extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles,\
                                            const uint8_t* open, const int64_t* shape, float scale, T* out, float* lse, \

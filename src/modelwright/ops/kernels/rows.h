@@ -172,30 +172,6 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, int64_t count, T
   });
 }
 
-// The place of the largest number of each row, the first of equal ones, and the logarithm of the sum of exponentials.
-inline void summarize(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums,
-                      int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const float* const from = x + row * width;
-    float largest = from[0];
-    if (width >= kLanes) {
-      Vector most = load(from);
-      for (int64_t at = kLanes; at + kLanes <= width; at += kLanes) most = larger(most, load(from + at));
-      for (int lane = 0; lane < kLanes; ++lane) largest = larger(largest, most[lane]);
-    }
-    for (int64_t at = width / kLanes * kLanes; at < width; ++at) largest = larger(largest, from[at]);
-    int64_t at = 0;
-    while (at < width && from[at] < largest) ++at;
-    largest_at[row] = std::min(at, width - 1);
-    Vector sums[2] = {};
-    float rest = 0.0f;
-    for (at = 0; at + kLanes <= width; at += kLanes) sums[at / kLanes % 2] += exponential(load(from + at) - largest);
-    for (; at < width; ++at) rest += std::exp(from[at] - largest);
-    log_sums[row] = largest + std::log(sum(sums[0] + sums[1]) + rest);
-  }
-}
-
 // One head: the cosines of a token, and the sines that its first and its second half are multiplied by. `to` may be
 // `from`.
 template <class T>

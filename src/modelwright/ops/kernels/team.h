@@ -41,6 +41,56 @@ inline void pause() {
 
 inline std::atomic<Nanoseconds> busy_until{0};
 
+// The cores that threads of one computation are on. After a sleep the system often starts two of them on one core, where
+// they take turns while another core is idle, and on virtual machines leaves them there for a tenth of a second or more:
+// half the speed (docs/log/speed.md). The one with the higher number moves then. It is bound to nothing afterwards.
+class Cores {
+ public:
+  explicit Cores(int count) : of_thread(count) {
+    for (std::atomic<int>& one : of_thread) one.store(kNone, std::memory_order_relaxed);
+  }
+
+  void arrive(int number) {
+#if defined(__linux__)
+    of_thread[number].store(sched_getcpu(), std::memory_order_relaxed);
+#endif
+  }
+
+  // Moves the calling thread, which has arrived, off the core of a thread with a lower number.
+  void leave_shared(int number) {
+#if defined(__linux__)
+    const int core = of_thread[number].load(std::memory_order_relaxed);
+    bool is_shared = false;
+    for (int lower = 0; lower < number; ++lower)
+      is_shared |= of_thread[lower].load(std::memory_order_relaxed) == core;
+    cpu_set_t allowed;
+    if (!is_shared || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    const int num_cores = CPU_COUNT(&allowed), num_threads = static_cast<int>(of_thread.size());
+    if (num_cores < num_threads) return;
+    cpu_set_t free = allowed;
+    for (const std::atomic<int>& one : of_thread) {
+      const int taken = one.load(std::memory_order_relaxed);
+      if (taken != kNone) CPU_CLR(taken, &free);
+    }
+    // Threads that move at the same time begin their search at different places.
+    int left = CPU_COUNT(&free) ? number % CPU_COUNT(&free) : -1;
+    for (int other = 0; other < CPU_SETSIZE && left >= 0; ++other) {
+      if (!CPU_ISSET(other, &free) || left--) continue;
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(other, &only);
+      if (sched_setaffinity(0, sizeof only, &only)) return;
+      sched_setaffinity(0, sizeof allowed, &allowed);
+      of_thread[number].store(other, std::memory_order_relaxed);
+    }
+#endif
+  }
+
+ private:
+  static constexpr int kNone = -1;
+  std::vector<std::atomic<int>> of_thread;
+};
+
 // A number that threads wait for to change.
 class Signal {
  public:
@@ -53,8 +103,10 @@ class Signal {
 
   uint32_t value() const { return number.load(); }
 
-  void wait(uint32_t old) {
-    if (has_changed(old)) return;
+  // within_step: the other threads of the team are at work. Between steps a lost core says nothing: the threads that read
+  // the next prompt may have taken it.
+  void wait(uint32_t old, bool within_step) {
+    if (has_changed(old, within_step)) return;
     num_asleep.fetch_add(1);
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [&] { return number.load() != old; });
@@ -64,7 +116,7 @@ class Signal {
 
  private:
   // Whether it changes while the thread waits actively.
-  bool has_changed(uint32_t old) const {
+  bool has_changed(uint32_t old, bool within_step) const {
     const auto is_new = [&] { return number.load(std::memory_order_acquire) != old; };
     const Nanoseconds start = now();
     Nanoseconds last = start;
@@ -77,7 +129,8 @@ class Signal {
       sched_yield();
       if (is_new()) return true;
       const Nanoseconds after = now();
-      if (after > last + kLostCore) busy_until.store(after + kBusyTime, std::memory_order_relaxed);
+      if (within_step && after > last + kLostCore)
+        busy_until.store(after + kBusyTime, std::memory_order_relaxed);
       last = after;
     }
     return is_new();
@@ -119,13 +172,14 @@ class Team {
     Team& team = of_this_thread(count);
     team.body = &body;
     team.call = [](const void* given, const Member& member) { (*static_cast<const Body*>(given))(member); };
+    team.cores.arrive(0);
     team.start.change();
     const Member own{&team, 0, count};
     body(own);
     own.barrier();  // after which no thread reads what belongs to this call
   }
 
-  explicit Team(int count) : count(count), process(getpid()) {
+  explicit Team(int count) : count(count), process(getpid()), cores(count) {
     for (int number = 1; number < count; ++number) threads.emplace_back([this, number] { work(number); });
   }
 
@@ -154,8 +208,10 @@ class Team {
 
   void work(int number) {
     for (uint32_t step = 0;; ++step) {
-      start.wait(step);
+      start.wait(step, false);
       if (is_over) return;
+      cores.arrive(number);
+      cores.leave_shared(number);
       const Member own{this, number, count};
       call(body, own);
       own.barrier();
@@ -167,6 +223,7 @@ class Team {
   const void* body = nullptr;
   void (*call)(const void*, const Member&) = nullptr;
   bool is_over = false;
+  Cores cores;
   Signal start, arrival;
   std::atomic<int> num_arrived{0};
   std::atomic<int64_t> next_turn{0};
@@ -176,7 +233,7 @@ class Team {
 inline void Member::barrier() const {
   if (!team) return;
   const uint32_t before = team->arrival.value();
-  if (team->num_arrived.fetch_add(1) + 1 < count) return team->arrival.wait(before);
+  if (team->num_arrived.fetch_add(1) + 1 < count) return team->arrival.wait(before, true);
   team->num_arrived.store(0);
   team->next_turn.store(0);
   team->arrival.change();
