@@ -20,7 +20,7 @@ from modelwright.compress.int8 import (
 from modelwright.core.config import ModelwrightError
 from modelwright.core.library_environment import LOWER, lowered
 from modelwright.ops import cpu_kernels
-from modelwright.ops.decode_step import RowProduct, Weight, summarized, summarized_naive
+from modelwright.ops.decode_step import Draw, RowProduct, Weight, drawn, summarized, summarized_naive
 from modelwright.ops.int_grid import Codes, WeightGrid
 from tolerances import TOLERANCES
 
@@ -226,3 +226,69 @@ def test_rows_are_summarized(width):
     )
     logits[1, -1] = float("nan")
     assert summarized(logits)[1].isfinite().tolist() == [True, False, True, True, True]
+
+
+def kept_masses(logits_V: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The definition of the limits in FP64: the share of each token, zeros where they leave it out."""
+    shares_V = (logits_V.double() / draw.divisor).softmax(dim=0)
+    order = sorted(range(len(logits_V)), key=lambda token: (-float(logits_V[token]), token))
+    order = [token for token in order if shares_V[token] >= draw.min_p * shares_V.max()]
+    order = order[: draw.top_k or None]
+    kept_V, before, whole = torch.zeros_like(shares_V), 0.0, float(shares_V[order].sum())
+    for number, token in enumerate(order):
+        if number and draw.top_p < 1 and before >= draw.top_p * whole:
+            break
+        kept_V[token] = shares_V[token]
+        before += float(shares_V[token])
+    return kept_V
+
+
+LIMITS = [  # none of which falls between two of the equally likely tokens
+    {},
+    {"temperature": 0.1},
+    {"temperature": 1e-9},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 10_000},
+    {"top_p": 0.89993},
+    {"top_p": 1e-9},
+    {"top_p": 0.30003, "temperature": 3.0},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.93, "min_p": 0.01, "temperature": 0.8},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 64, 1003, 5000])
+def test_tokens_are_drawn_as_defined(width: int, limits: dict[str, float]) -> None:
+    logits = 4 * made(4, width)
+    logits[1] = logits[1].round()  # many equal ones
+    logits[2, 1:] = logits[2, 1:].where(made(width - 1, seed=1) > 0, -torch.inf)
+    logits[3] = 0.5
+    uniforms = [*torch.rand(40, generator=torch.Generator().manual_seed(1)).tolist(), 0.0, 1.0 - 2**-53]
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
+    draws = [Draw(row=row, uniform=uniform, **settings) for row in range(4) for uniform in uniforms]
+    tokens = drawn(logits, draws)
+    assert tokens is not None
+    for row in range(4):
+        kept_V = kept_masses(logits[row], draws[row * len(uniforms)])
+        sums_V = kept_V.cumsum(0) / kept_V.sum()
+        for draw, token in list(zip(draws, tokens, strict=True))[row * len(uniforms) : (row + 1) * len(uniforms)]:
+            assert kept_V[token] > 0
+            # The number falls into the token's share of the sum, to the rounding of FP32.
+            below = float(sums_V[token - 1]) if token else 0.0
+            assert below - 1e-5 <= draw.uniform <= float(sums_V[token]) + 1e-5
+    assert [drawn(logits, [draw]) for draw in draws[::17]] == [[token] for token in tokens[::17]]
+
+
+def test_draws_of_rows_that_are_not_finite_end() -> None:
+    """Which token they find does not matter: the row's log-sum-exp tells the engine."""
+    logits = made(4, 100)
+    logits[0, 50], logits[1, 3], logits[2] = float("nan"), float("inf"), -float("inf")
+    logits[3] = float("nan")
+    for limits in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}):
+        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
+        tokens = drawn(logits, [Draw(row=row, uniform=0.7, **settings) for row in range(4)])
+        assert tokens is not None
+        assert all(0 <= token < 100 for token in tokens)

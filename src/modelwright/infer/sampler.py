@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelwright.infer.sequence import SamplingParams, ScoredToken
-from modelwright.ops.decode_step import summarized
+from modelwright.ops.decode_step import Draw, drawn, summarized
 
 NUCLEUS_PROBE = 128
 """Tokens looked at first for top-p; the whole vocabulary is sorted only when they do not hold enough mass."""
@@ -48,17 +48,8 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
     if scores_BV is not logits_BV:
         tokens = scores_BV.argmax(dim=-1)
     random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    whole_rows = [row for row in random_rows if not requests[row].params.truncates]
-    if whole_rows:
-        # Rows that draw from all tokens share one pass. The floor of 1e-5 keeps scores finite and is greedy in effect.
-        temperatures = [max(requests[row].params.temperature, 1e-5) for row in whole_rows]
-        temperatures_B1 = torch.tensor(temperatures, device=scores_BV.device)[:, None]
-        uniforms = [requests[row].params.uniform(requests[row].step) for row in whole_rows]
-        tokens[whole_rows] = _invert((scores_BV[whole_rows] / temperatures_B1).softmax(dim=-1), uniforms)
-    for row in random_rows:
-        request = requests[row]
-        if request.params.truncates:
-            tokens[row] = _draw(scores_BV[row], request.params, request.params.uniform(request.step))
+    if random_rows:
+        tokens[random_rows] = torch.tensor(_random(scores_BV, requests, random_rows), device=tokens.device)
     # Log-probabilities and alternatives are of the model, from the logits before penalties and temperature.
     chosen_B = logits_BV.gather(1, tokens[:, None])[:, 0] - log_sums_B
     samples: list[SampledToken] = []
@@ -69,6 +60,33 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
             alternatives = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         samples.append(SampledToken(token, logprob, alternatives))
     return samples
+
+
+def _random(scores_BV: Tensor, requests: Sequence[SampleRequest], rows: Sequence[int]) -> list[int]:
+    """Draws the tokens of these rows."""
+    draws: list[Draw] = []
+    for row in rows:
+        params = requests[row].params
+        uniform = params.uniform(requests[row].step)
+        draws.append(Draw(row, params.temperature, params.top_k, params.top_p, params.min_p, uniform))
+    tokens = drawn(scores_BV, draws)
+    return drawn_naive(scores_BV, draws) if tokens is None else tokens
+
+
+def drawn_naive(scores_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The definition: the reference for `drawn`, and what CUDA does."""
+    tokens = dict[int, int]()
+    whole = [draw for draw in draws if not draw.truncates]
+    if whole:
+        # Rows that draw from all tokens share one pass.
+        temperatures_B1 = scores_BV.new_tensor([draw.divisor for draw in whole])[:, None]
+        probabilities_BV = (scores_BV[[draw.row for draw in whole]] / temperatures_B1).softmax(dim=-1)
+        found = _invert(probabilities_BV, [draw.uniform for draw in whole]).tolist()
+        tokens |= zip((draw.row for draw in whole), found, strict=True)
+    for draw in draws:
+        if draw.truncates:
+            tokens[draw.row] = _draw(scores_BV[draw.row], draw)
+    return [tokens[draw.row] for draw in draws]
 
 
 def _scores(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
@@ -104,9 +122,10 @@ def _scores(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     return scores_BV
 
 
-def _draw(scores_V: Tensor, params: SamplingParams, uniform: float) -> int:
+def _draw(scores_V: Tensor, params: Draw) -> int:
     """Draws from the tokens that min-p, then top-k, then top-p keep, in ascending order of their ids."""
-    probabilities_V = (scores_V / max(params.temperature, 1e-5)).softmax(dim=-1)
+    uniform = params.uniform
+    probabilities_V = (scores_V / params.divisor).softmax(dim=-1)
     if params.min_p:
         probabilities_V = probabilities_V.where(probabilities_V >= params.min_p * probabilities_V.max(), 0.0)
     if not params.top_k and params.top_p >= 1:

@@ -82,11 +82,6 @@ class SamplingParams:
         if not (-100 <= self.presence_penalty <= 100 and -100 <= self.frequency_penalty <= 100):
             raise ConfigError("presence_penalty, frequency_penalty: must be between -100 and 100")
 
-    @property
-    def truncates(self) -> bool:
-        """True if a token is drawn from some of the tokens only."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
     def uniform(self, step: int) -> float:
         """The random number in [0, 1) that chooses new token number `step`; a function of the seed alone."""
         # 53 bits, the mantissa of a double: all quotients are exact and below 1.

@@ -353,6 +353,56 @@ def summarized_naive(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return logits_NV.argmax(dim=-1), logits_NV.logsumexp(dim=-1)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A token to be drawn from a row of logits: its place, temperature, limits (`SamplingParams`), and a number in
+    [0, 1).
+    """
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+
+    @property
+    def divisor(self) -> float:
+        """The temperature; the floor keeps quotients finite and is greedy in effect."""
+        return max(self.temperature, 1e-5)
+
+    @property
+    def truncates(self) -> bool:
+        """True if the token is drawn from some of the tokens only."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def drawn(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int] | None:
+    """Returns the token of each draw: of those that min-p, then top-k, then top-p keep, the one in whose share of the
+    sum of probabilities, in the order of ids, the number falls. Of equally likely tokens the first ones are kept. None
+    without the kernel. A draw's token does not depend on the others.
+    """
+    fits = logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
+    if not (fits and cpu_kernels.take("decode_step", logits_NV)):
+        return None
+    library, threads, width = cpu_kernels.kernels(), torch.get_num_threads(), logits_NV.shape[1]
+    assert library is not None
+    rows, tokens = array("q", [draw.row for draw in draws]), array("q", bytes(8 * len(draws)))
+    settings = array("d", [n for one in draws for n in (one.temperature, one.top_k, one.top_p, one.min_p, one.uniform)])
+    scratch = torch.empty(threads, 2 * width)
+    pointers = [rows.buffer_info()[0], settings.buffer_info()[0]]
+    library.draw_rows(
+        ctypes.c_void_p(logits_NV.data_ptr()),
+        ctypes.c_int64(width),
+        *map(ctypes.c_void_p, pointers),
+        ctypes.c_int64(len(draws)),
+        ctypes.c_void_p(scratch.data_ptr()),
+        ctypes.c_void_p(tokens.buffer_info()[0]),
+        threads,
+    )
+    return tokens.tolist()
+
+
 def _pointer_to(tensor: Tensor) -> Any:
     assert tensor.is_contiguous()
     return tensor.data_ptr() if tensor.numel() else None

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "decode.h"
+#include "draw.h"
 #include "rows.h"
 #include "sparse_codec.h"
 
@@ -105,6 +106,11 @@ extern "C" void multiply_rows(const Matrix* by, const float* in, int64_t num_row
 extern "C" void summarize_rows(const float* x, int64_t num_rows, int64_t width, int64_t* largest_at, float* log_sums,
                                int threads) {
   summarize(x, num_rows, width, largest_at, log_sums, threads);
+}
+
+extern "C" void draw_rows(const float* logits, int64_t width, const int64_t* rows, const Draw* draws, int64_t num_draws,
+                          float* scratch, int64_t* tokens, int threads) {
+  draw_tokens(logits, width, rows, draws, num_draws, scratch, tokens, threads);
 }
 
 extern "C" int64_t entries_above(const float* values, int64_t numel, float threshold, int64_t* indices) {
