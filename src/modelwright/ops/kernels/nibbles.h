@@ -22,6 +22,7 @@ struct Grid {
 
 constexpr int64_t kSplit = 2 * kLanes;       // FP32 activations of a block
 constexpr int64_t kSplitCodes = 2 * kCodes;  // and INT8 ones
+constexpr int64_t kLine = 128;               // weights of a line of the cache
 constexpr int kShift = 8;                    // what is added to a code of the weight before it is stored
 
 // Every second number of two vectors.
@@ -115,7 +116,11 @@ inline __attribute__((always_inline)) Vector pair_products(const Grid& grid, con
     for (int i = 0; i < num_outs.value; ++i) values[i] = values_of(grid, outputs[first + i], group);
     for (int64_t at = start; at < std::min(end, whole); at += kSplit)
 #pragma GCC unroll 16
-      for (int i = 0; i < num_outs.value; ++i) add(values[i], first + i, weights[first + i] + at / 2, at);
+      for (int i = 0; i < num_outs.value; ++i) {
+        if (kLanes == 16 && at % kLine == 0)  // on AVX2 it does not pay
+          fetch_ahead(weights[first] + (at * num_outs.value + i * kLine) / 2);
+        add(values[i], first + i, weights[first + i] + at / 2, at);
+      }
     if (end > whole)
 #pragma GCC unroll 16
       for (int i = 0; i < num_outs.value; ++i)
@@ -218,20 +223,24 @@ inline __attribute__((always_inline)) Vector code_pair_products(const Grid& grid
       sums[row * outs + out] = fused(found, step, sums[row * outs + out]);
     }
   };
-  const auto add_block = [&](int first, int num_outs, int64_t at, auto codes_of) __attribute__((always_inline)) {
+  const auto add_block = [&](int first, int num_outs, int64_t at, auto is_whole,
+                             auto codes_of) __attribute__((always_inline)) {
     const Lanes lanes(grid, at);
 #pragma GCC unroll 16
-    for (int i = 0; i < num_outs; ++i)
+    for (int i = 0; i < num_outs; ++i) {
+      if constexpr (is_whole.value) fetch_ahead(weights[first] + at / 2 * num_outs + i * kCodes);
       add(lanes, first + i, at, codes_of(reinterpret_cast<const int8_t*>(weights[first + i] + at / 2)));
+    }
   };
   constexpr int together = outs == kLanes ? 4 : outs;
 #pragma GCC unroll 16
   for (int first = 0; first < outs; first += together) {
     int64_t at = 0;
     for (; at + kSplitCodes <= count; at += kSplitCodes)
-      add_block(first, together, at, [](const int8_t* from) { return codes_at(from); });
+      add_block(first, together, at, std::true_type{}, [](const int8_t* from) { return codes_at(from); });
     if (at < count)
-      add_block(first, together, at, [&](const int8_t* from) { return codes_at(from, (count + 1) / 2 - at / 2); });
+      add_block(first, together, at, std::false_type{},
+                [&](const int8_t* from) { return codes_at(from, (count + 1) / 2 - at / 2); });
   }
   return sums_of(sums);
 }
