@@ -34,11 +34,18 @@ CASTS = (torch.float32, torch.bfloat16)
 """Training formats whose weights the kernel multiplies."""
 
 
+PROMPT_LEN = 1024
+"""Tokens of a prompt that the operator computes, each as a row that reads the cache by itself. The model's operators
+cost milliseconds however short the prompt is, but share what they read of a long context (docs/log/speed.md)."""
+
+
 class DecodeOperator:
     """Decodes with one model and one cache. Raises `ModelError` for a model that the kernel does not compute. Weights
     must not change in its lifetime: it points to the matrices, and holds copies of the cast weights of a model in
     training, and of norms and biases that are not plain FP32.
     """
+
+    prompt_len = PROMPT_LEN
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         device = model.norm.weight.device.type

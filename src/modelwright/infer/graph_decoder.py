@@ -51,6 +51,9 @@ class GraphDecoder:
     rows are padded to a multiple, and then to the next power of two times it.
     """
 
+    prompt_len = 0
+    """Prompts keep a GPU busy by themselves."""
+
     def __init__(self, model: Decoder, cache: PagedCache, head: Product, *, row_multiple: int) -> None:
         config = model.config
         refuse = [

@@ -7,15 +7,15 @@ like any other, so that verifying them gives the bits that decoding one by one g
 blocks of that length only. Where layers select heads, chunks of prompts on a CPU compute only the open ones; tokens
 that PyTorch decodes compute all heads, the operator below only the open ones.
 
-Where one operator decodes (`decode_operator`; `graph_decoder` on CUDA), it takes the decoding tokens without an
-adapter, and the model computes the others and the chunks of prompts.
+Where one operator decodes (`decode_operator`; `graph_decoder` on CUDA), it takes the decoding tokens without an adapter
+and the beginnings of their prompts, as rows of their own; the model computes the others.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -125,13 +125,15 @@ class ModelRunner:
         parts: list[tuple[list[Sequence], Tensor]] = []
         rest = plan
         if self._operator is not None:
-            # The adapter alone decides who decodes a sequence, so its bits are the same whatever else runs.
-            rest = SchedulerOutput([one for one in plan.decodes if one.adapter], plan.chunks)
-            if rows := _decode_rows([one for one in plan.decodes if not one.adapter]):
-                hidden_ND = self._operator.hidden(rows)
-                chosen = [number for number, row in enumerate(rows) if not row.sequence.is_replaying]
-                sampled = [rows[number].sequence for number in chosen]
-                parts.append((sampled, hidden_ND if len(chosen) == len(rows) else hidden_ND[chosen]))
+            # The adapter, and the position in a prompt, alone decide who computes a token, so its bits are the same
+            # whatever else runs, and however the prompt is divided into chunks.
+            divided = [divide(chunk, self._prompt_len(chunk.sequence)) for chunk in plan.chunks]
+            rest = SchedulerOutput(
+                [one for one in plan.decodes if one.adapter], [later for _, later in divided if later is not None]
+            )
+            first = [chunk for chunk, _ in divided if chunk is not None]
+            if (rows := _decode_rows([one for one in plan.decodes if not one.adapter])) or first:
+                parts.append(self._run_operator(rows, first))
         if rest.decodes or rest.chunks or not parts:
             step = self._prepare(rest)
             if self._device.type == "cpu":
@@ -141,13 +143,7 @@ class ModelRunner:
                     step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N, self._insert(rest, step)
                 )
             for chunk, piece in zip(rest.chunks, step.pieces, strict=True):
-                hidden_CD, sequence = hidden_1ND[0, piece.start : piece.end], chunk.sequence
-                if sequence.wants_prompt_scores:
-                    self._score_prompt(chunk, hidden_CD)
-                if sequence.pooling == "mean":
-                    # Chunk by chunk in FP64; the first chunk of a prompt replaces a sum from before a preemption.
-                    sum_D, before_D = hidden_CD.double().sum(dim=0), sequence.hidden_sum_D
-                    sequence.hidden_sum_D = sum_D if chunk.start == 0 or before_D is None else before_D + sum_D
+                self._read_prompt(chunk, hidden_1ND[0, piece.start : piece.end])
             parts.append((step.sampled, hidden_1ND[0].index_select(0, step.logit_rows)))
         for sequence in plan.decodes:
             sequence.num_cached += 1
@@ -165,12 +161,46 @@ class ModelRunner:
         hidden_BD = parts[0][1] if len(parts) == 1 else torch.cat([hidden.float() for _, hidden in parts])
         if not sampled:
             return sampled, hidden_BD, hidden_BD
-        if self._operator is not None:
-            return sampled, hidden_BD, self._operator.logits(hidden_BD)
-        return sampled, hidden_BD, self._head(self._padded(hidden_BD))[: len(hidden_BD)]
+        return sampled, hidden_BD, self._logits(hidden_BD)
 
-    def _padded(self, hidden_ND: Tensor) -> Tensor:
-        return F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple))
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        if self._operator is not None:
+            return self._operator.logits(hidden_ND)
+        return self._head(F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple)))[: len(hidden_ND)]
+
+    def _prompt_len(self, sequence: Sequence) -> int:
+        """How many tokens of a prompt the operator computes: those in front of the first image, which share their
+        blocks with prompts without one.
+        """
+        if self._operator is None or sequence.adapter:
+            return 0
+        return min([self._operator.prompt_len, *(image.start for image in sequence.images)])
+
+    def _run_operator(self, rows: list[DecodeRow], chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
+        """Compute decoding tokens and chunks of prompts; returns the sequences whose next token can be chosen, and the
+        hidden state [B, D] that it follows from.
+        """
+        assert self._operator is not None
+        sampled = [(number, row.sequence) for number, row in enumerate(rows) if not row.sequence.is_replaying]
+        rows += [DecodeRow(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.end)]
+        hidden_ND = self._operator.hidden(rows)
+        end = len(rows) - sum(chunk.end - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            start, end = end, end + chunk.end - chunk.start
+            self._read_prompt(chunk, hidden_ND[start:end])
+            sampled += [(end - 1, sequence) for sequence in finished(chunk)]
+        chosen, sequences = [number for number, _ in sampled], [sequence for _, sequence in sampled]
+        return sequences, hidden_ND if chosen == list(range(len(rows))) else hidden_ND[chosen]
+
+    def _read_prompt(self, chunk: Chunk, hidden_CD: Tensor) -> None:
+        """Take from a chunk's hidden states what the request wants of its prompt."""
+        sequence = chunk.sequence
+        if sequence.wants_prompt_scores:
+            self._score_prompt(chunk, hidden_CD)
+        if sequence.pooling == "mean":
+            # Chunk by chunk in FP64; the first chunk of a prompt replaces a sum from before a preemption.
+            sum_D, before_D = hidden_CD.double().sum(dim=0), sequence.hidden_sum_D
+            sequence.hidden_sum_D = sum_D if chunk.start == 0 or before_D is None else before_D + sum_D
 
     def _insert(self, plan: SchedulerOutput, step: StepTensors) -> Insert | None:
         """Returns the function that puts image embeddings in place of image tokens in a plan's chunks; None if the
@@ -202,8 +232,9 @@ class ModelRunner:
         del sequence.prompt_scores[first - start :]  # a chunk that is computed again after a preemption
         hidden_CD = hidden_CD[first - 1 - chunk.start :]
         if following:
-            logits_CV = self._head(self._padded(hidden_CD))
-            sequence.prompt_scores += score(logits_CV, following, sequence.params.num_prompt_logprobs or 0)
+            sequence.prompt_scores += score(
+                self._logits(hidden_CD), following, sequence.params.num_prompt_logprobs or 0
+            )
 
     def _prepare(self, plan: SchedulerOutput) -> StepTensors:
         tokens: list[int] = []
@@ -243,8 +274,7 @@ class ModelRunner:
         sampled += [
             (piece.end - 1, sequence)
             for piece, chunk in zip(pieces, plan.chunks, strict=True)
-            for sequence in (chunk.sequence, *chunk.followers)  # followers share their leader's row of logits
-            if chunk.end == len(sequence.token_ids)
+            for sequence in finished(chunk)
         ]
         padding = [0] * (-len(tokens) % self._row_multiple)
         return StepTensors(
@@ -355,6 +385,20 @@ def _selected(
 def _decode_rows(decodes: list[Sequence]) -> list[DecodeRow]:
     """The next token to compute of each sequence, and the tokens of its draft."""
     return [DecodeRow(s, s.num_cached + place) for s in decodes for place in range(1 + len(s.draft))]
+
+
+def divide(chunk: Chunk, prompt_len: int) -> tuple[Chunk | None, Chunk | None]:
+    """Returns the parts of a chunk before and from a position of its prompt; None for an empty one."""
+    if chunk.end <= prompt_len:
+        return chunk, None
+    if chunk.start >= prompt_len:
+        return None, chunk
+    return Chunk(chunk.sequence, chunk.start, prompt_len), replace(chunk, start=prompt_len)
+
+
+def finished(chunk: Chunk) -> list[Sequence]:
+    """The sequences whose prompt ends with the chunk; followers share their leader's row of logits."""
+    return [one for one in (chunk.sequence, *chunk.followers) if chunk.end == len(one.token_ids)]
 
 
 def _round_up(value: int, step: int) -> int:
