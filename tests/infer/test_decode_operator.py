@@ -16,8 +16,9 @@ from hf_folders import CASES, VOCAB_SIZE, write_folder
 from infer.engine_runs import GREEDY, SAMPLED, alone, answer, drain, make_engine, make_model, tokens
 from modelwright.compress.int8 import ActivationGrid, Int8WeightsConfig, TrainedGrid, quantize_model, quantize_to_grid
 from modelwright.core.library_environment import LOWER
+from modelwright.infer.decode_operator import PROMPT_LEN, DecodeOperator
 from modelwright.infer.engine import Engine, EngineConfig
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.model.adapters import adapters_of, attach_adapters
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import AttentionConfig, Decoder, Linear
@@ -270,6 +271,52 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(
     assert engine.stats().num_prefix_hits > 0
 
 
+def read_prompts(model: Decoder, chunk_size: int) -> dict[str, list[tuple[Any, ...]]]:
+    """Everything that is asked of prompts, of requests that run together."""
+    engine = make_engine(model, kv_cache_tokens=2048, prefill_chunk_size=chunk_size)
+    scored = replace(GREEDY, num_prompt_logprobs=2)
+    for length in (1, 15, 16, 20, 21, 100):
+        engine.add(f"{length}", tokens(length, length), GREEDY)
+        engine.add(f"{length}, scored", tokens(length, length), scored)
+        engine.embed(f"{length}, mean", tokens(length, length), pooling="mean")
+        engine.embed(f"{length}, last", tokens(length, length), pooling="last")
+    for follower in range(3):
+        engine.add(
+            f"follower {follower}", tokens(4, 7), GREEDY
+        )  # as many as the prompt has tokens, the leader included
+    engine.add("leader", tokens(4, 7), GREEDY)
+    return {name: answer(outputs) for name, outputs in drain(engine).items()}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8", "window and cap"])
+def test_a_prompt_has_the_same_bits_however_it_is_divided(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into chunks; and nearly the same ones wherever the model takes over from the operator."""
+    model = make_model(**MODELS.get(kind, {}))
+    if kind == "int8":
+        model = quantize_model(model, Int8WeightsConfig(backend="int_mm"))
+    monkeypatch.setattr(DecodeOperator, "prompt_len", 0)
+    expected = read_prompts(model, 64)
+    for prompt_len in (1, 20, PROMPT_LEN):
+        monkeypatch.setattr(DecodeOperator, "prompt_len", prompt_len)
+        found = read_prompts(model, 64)
+        assert read_prompts(model, 16) == found
+        assert found.keys() == expected.keys()
+        for name, outputs in found.items():
+            for own, other in zip(outputs, expected[name], strict=True):
+                assert own[0] == other[0]  # tokens
+                torch.testing.assert_close(flat(own), flat(other), rtol=1e-3, atol=2e-3 if kind == "int8" else 2e-4)
+
+
+def flat(output: Any) -> torch.Tensor:
+    """All numbers of an output."""
+    if isinstance(output, int | float):
+        return torch.tensor([float(output)])
+    if isinstance(output, ScoredToken):
+        output = vars(output).values()
+    parts = [] if isinstance(output, str) or output is None else [flat(one) for one in output]
+    return torch.cat([torch.empty(0), *parts])
+
+
 def test_verified_guesses_change_no_bit() -> None:
     model, text = make_model(), (tokens(9, 2) * 6)[:50]
     found = []
@@ -395,8 +442,9 @@ RUNS_OF_THREADS = """
 import os, sys, time
 import modelwright, torch
 from pathlib import Path
+from modelwright.infer.decode_operator import PROMPT_LEN, DecodeOperator
 from modelwright.infer.engine import Engine, EngineConfig
-from modelwright.infer.sequence import SamplingParams
+from modelwright.infer.sequence import SamplingParams, ScoredToken
 from modelwright.model.decoder import Decoder, ModelConfig
 
 torch.set_num_threads(2)
