@@ -280,11 +280,6 @@ def read_prompts(model: Decoder, chunk_size: int) -> dict[str, list[tuple[Any, .
         engine.add(f"{length}, scored", tokens(length, length), scored)
         engine.embed(f"{length}, mean", tokens(length, length), pooling="mean")
         engine.embed(f"{length}, last", tokens(length, length), pooling="last")
-    for follower in range(3):
-        engine.add(
-            f"follower {follower}", tokens(4, 7), GREEDY
-        )  # as many as the prompt has tokens, the leader included
-    engine.add("leader", tokens(4, 7), GREEDY)
     return {name: answer(outputs) for name, outputs in drain(engine).items()}
 
 

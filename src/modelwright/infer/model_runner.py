@@ -15,6 +15,7 @@ d head width, V vocabulary.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,15 +126,8 @@ class ModelRunner:
         parts: list[tuple[list[Sequence], Tensor]] = []
         rest = plan
         if self._operator is not None:
-            # The adapter, and the position in a prompt, alone decide who computes a token, so its bits are the same
-            # whatever else runs, and however the prompt is divided into chunks.
-            divided = [divide(chunk, self._prompt_len(chunk.sequence)) for chunk in plan.chunks]
-            rest = SchedulerOutput(
-                [one for one in plan.decodes if one.adapter], [later for _, later in divided if later is not None]
-            )
-            first = [chunk for chunk, _ in divided if chunk is not None]
-            if (rows := _decode_rows([one for one in plan.decodes if not one.adapter])) or first:
-                parts.append(self._run_operator(rows, first))
+            part, rest = run_operator(self._operator, plan, self._read_prompt)
+            parts += [part] if part is not None else []
         if rest.decodes or rest.chunks or not parts:
             step = self._prepare(rest)
             if self._device.type == "cpu":
@@ -167,30 +161,6 @@ class ModelRunner:
         if self._operator is not None:
             return self._operator.logits(hidden_ND)
         return self._head(F.pad(hidden_ND, (0, 0, 0, -len(hidden_ND) % self._row_multiple)))[: len(hidden_ND)]
-
-    def _prompt_len(self, sequence: Sequence) -> int:
-        """How many tokens of a prompt the operator computes: those in front of the first image, which share their
-        blocks with prompts without one.
-        """
-        if self._operator is None or sequence.adapter:
-            return 0
-        return min([self._operator.prompt_len, *(image.start for image in sequence.images)])
-
-    def _run_operator(self, rows: list[DecodeRow], chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
-        """Compute decoding tokens and chunks of prompts; returns the sequences whose next token can be chosen, and the
-        hidden state [B, D] that it follows from.
-        """
-        assert self._operator is not None
-        sampled = [(number, row.sequence) for number, row in enumerate(rows) if not row.sequence.is_replaying]
-        rows += [DecodeRow(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.end)]
-        hidden_ND = self._operator.hidden(rows)
-        end = len(rows) - sum(chunk.end - chunk.start for chunk in chunks)
-        for chunk in chunks:
-            start, end = end, end + chunk.end - chunk.start
-            self._read_prompt(chunk, hidden_ND[start:end])
-            sampled += [(end - 1, sequence) for sequence in finished(chunk)]
-        chosen, sequences = [number for number, _ in sampled], [sequence for _, sequence in sampled]
-        return sequences, hidden_ND if chosen == list(range(len(rows))) else hidden_ND[chosen]
 
     def _read_prompt(self, chunk: Chunk, hidden_CD: Tensor) -> None:
         """Take from a chunk's hidden states what the request wants of its prompt."""
@@ -387,17 +357,42 @@ def _decode_rows(decodes: list[Sequence]) -> list[DecodeRow]:
     return [DecodeRow(s, s.num_cached + place) for s in decodes for place in range(1 + len(s.draft))]
 
 
-def divide(chunk: Chunk, prompt_len: int) -> tuple[Chunk | None, Chunk | None]:
-    """Returns the parts of a chunk before and from a position of its prompt; None for an empty one."""
-    if chunk.end <= prompt_len:
-        return chunk, None
-    if chunk.start >= prompt_len:
-        return None, chunk
-    return Chunk(chunk.sequence, chunk.start, prompt_len), replace(chunk, start=prompt_len)
+def run_operator(
+    operator: DecodeOperator | GraphDecoder, plan: SchedulerOutput, read_prompt: Callable[[Chunk, Tensor], None]
+) -> tuple[tuple[list[Sequence], Tensor] | None, SchedulerOutput]:
+    """Compute what the operator takes of a plan; returns the sequences whose next token can be chosen, with the hidden
+    states [B, D] that these follow from, None if it takes nothing, and the rest of the plan. The adapter and the
+    position in a prompt alone decide who computes a token, so its bits are the same whatever else runs, and however the
+    prompt is divided into chunks. read_prompt: is given the hidden states of each chunk.
+    """
+    rows = _decode_rows([one for one in plan.decodes if not one.adapter])
+    sampled = [(number, row.sequence) for number, row in enumerate(rows) if not row.sequence.is_replaying]
+    first: list[Chunk] = []
+    rest = SchedulerOutput([one for one in plan.decodes if one.adapter])
+    for chunk in plan.chunks:
+        sequence = chunk.sequence
+        # What precedes the first image shares its blocks with prompts that have none.
+        end = min([operator.prompt_len, chunk.end, *(image.start for image in sequence.images)])
+        end = chunk.start if sequence.adapter else max(chunk.start, end)
+        if end > chunk.start:
+            first.append(replace(chunk, end=end))
+            rows += [DecodeRow(sequence, position) for position in range(chunk.start, end)]
+        if end < chunk.end:
+            rest.chunks.append(replace(chunk, start=end))
+    if not rows:
+        return None, rest
+    hidden_ND = operator.hidden(rows)
+    at = len(rows) - sum(chunk.end - chunk.start for chunk in first)
+    for chunk in first:
+        start, at = at, at + chunk.end - chunk.start
+        read_prompt(chunk, hidden_ND[start:at])
+        sampled += [(at - 1, sequence) for sequence in finished(chunk)]
+    chosen, sequences = [number for number, _ in sampled], [sequence for _, sequence in sampled]
+    return (sequences, hidden_ND if chosen == list(range(len(rows))) else hidden_ND[chosen]), rest
 
 
 def finished(chunk: Chunk) -> list[Sequence]:
-    """The sequences whose prompt ends with the chunk; followers share their leader's row of logits."""
+    """Returns the sequences whose prompt ends with the chunk; followers share their leader's row of logits."""
     return [one for one in (chunk.sequence, *chunk.followers) if chunk.end == len(one.token_ids)]
 
 

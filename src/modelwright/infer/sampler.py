@@ -47,9 +47,16 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
     tokens, log_sums_B = summarized(logits_BV)
     if scores_BV is not logits_BV:
         tokens = scores_BV.argmax(dim=-1)
-    random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    if random_rows:
-        tokens[random_rows] = torch.tensor(_random(scores_BV, requests, random_rows), device=tokens.device)
+    draws = [
+        Draw(row, params.temperature, params.top_k, params.top_p, params.min_p, params.uniform(request.step))
+        for row, request in enumerate(requests)
+        if (params := request.params).temperature > 0
+    ]
+    if draws:
+        found = drawn(scores_BV, draws)
+        if found is None:
+            found = drawn_naive(scores_BV, draws)
+        tokens[[draw.row for draw in draws]] = torch.tensor(found, device=tokens.device)
     # Log-probabilities and alternatives are of the model, from the logits before penalties and temperature.
     chosen_B = logits_BV.gather(1, tokens[:, None])[:, 0] - log_sums_B
     samples: list[SampledToken] = []
@@ -60,17 +67,6 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
             alternatives = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         samples.append(SampledToken(token, logprob, alternatives))
     return samples
-
-
-def _random(scores_BV: Tensor, requests: Sequence[SampleRequest], rows: Sequence[int]) -> list[int]:
-    """Draws the tokens of these rows."""
-    draws: list[Draw] = []
-    for row in rows:
-        params = requests[row].params
-        uniform = params.uniform(requests[row].step)
-        draws.append(Draw(row, params.temperature, params.top_k, params.top_p, params.min_p, uniform))
-    tokens = drawn(scores_BV, draws)
-    return drawn_naive(scores_BV, draws) if tokens is None else tokens
 
 
 def drawn_naive(scores_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
