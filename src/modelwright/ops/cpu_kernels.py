@@ -149,12 +149,14 @@ def message_codec() -> ctypes.CDLL | None:
     return kernels() if os.environ.get(SWITCH, "1") != "0" else None
 
 
-def spread_threads() -> None:
+def spread_threads() -> int:
     """Put each of OpenMP's threads, which compute PyTorch's operators, on a core of its own. After a pause the system
-    may start two of them on one core and leave them there; short work that follows would take twice its time.
+    may start two of them on one core and leave them there; short work that follows would take twice its time. Returns the number of cores they are on, 0 where
+    nothing is done.
     """
     if "decode_step" in used() and (library := kernels()) is not None and torch.get_num_threads() > 1:
-        library.spread_threads(torch.get_num_threads())
+        return library.spread_threads(torch.get_num_threads())
+    return 0
 
 
 @functools.cache

@@ -10,7 +10,8 @@
 
 extern "C" const char* instruction_set() { return kInstructionSet; }
 
-extern "C" void spread_threads(int threads) {
+// Returns how many cores they are on.
+extern "C" int spread_threads(int threads) {
   Cores cores(threads);
 #pragma omp parallel num_threads(threads)
   {
@@ -18,7 +19,9 @@ extern "C" void spread_threads(int threads) {
     cores.arrive(number);
 #pragma omp barrier
     cores.leave_shared(number);
+    cores.arrive(number);
   }
+  return cores.count();
 }
 
 #define ATTENTION(NAME, T)                                                                                             \

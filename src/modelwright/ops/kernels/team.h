@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -55,6 +56,8 @@ class Cores {
     of_thread[number].store(sched_getcpu(), std::memory_order_relaxed);
 #endif
   }
+
+  int count() const { return static_cast<int>(std::set<int>(of_thread.begin(), of_thread.end()).size()); }
 
   // Moves the calling thread, which has arrived, off the core of a thread with a lower number.
   void leave_shared(int number) {
