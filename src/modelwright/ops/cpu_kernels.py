@@ -151,8 +151,8 @@ def message_codec() -> ctypes.CDLL | None:
 
 def spread_threads() -> int:
     """Put each of OpenMP's threads, which compute PyTorch's operators, on a core of its own. After a pause the system
-    may start two of them on one core and leave them there; short work that follows would take twice its time. Returns the number of cores they are on, 0 where
-    nothing is done.
+    may start two of them on one core and leave them there; short work that follows would take twice its time. Returns
+    the number of cores that they are on, 0 where nothing is done.
     """
     if "decode_step" in used() and (library := kernels()) is not None and torch.get_num_threads() > 1:
         return library.spread_threads(torch.get_num_threads())
