@@ -181,6 +181,16 @@ def killed_alone(world: World, folder: Path) -> None:
     trained(folder, objective=TokensAndDepth(at_batch=count), world=world, dtype=torch.float32)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As ranks of tests have; with another number of threads sums round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     (ended,) = start_distributed(killed_alone, 1, tmp_path / "cut").wait()
     assert ended.code == -signal.SIGKILL
