@@ -437,9 +437,8 @@ RUNS_OF_THREADS = """
 import os, sys, time
 import modelwright, torch
 from pathlib import Path
-from modelwright.infer.decode_operator import PROMPT_LEN, DecodeOperator
 from modelwright.infer.engine import Engine, EngineConfig
-from modelwright.infer.sequence import SamplingParams, ScoredToken
+from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder, ModelConfig
 
 torch.set_num_threads(2)
@@ -456,13 +455,14 @@ def runs():
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     return {task.name: int((task / "schedstat").read_text().split()[2]) for task in tasks}
 
+torch.ones(1 << 20).exp()  # makes OpenMP's second thread
 for _ in range(5):
-    engine.step()  # the prompts, by OpenMP's threads, and the first tokens
-time.sleep(0.2)  # they sleep
+    engine.step()  # the prompts and the first tokens
+time.sleep(0.2)  # all threads sleep
 before = runs()
 for _ in range(40):
     engine.step()
-    time.sleep(0.002)  # all threads sleep, so that each step has to wake those that it needs
+    time.sleep(0.002)  # longer than threads wait actively, so that a step wakes those that it needs
 print(sum(after - before.get(name, 0) >= 20 for name, after in runs().items()))
 """
 

@@ -1,8 +1,8 @@
 """Decodes with one operator per step, where the kernel of `ops/decode_step.py` is in use and computes all parts of a
 model; of layers that select heads, only the open ones.
 
-The model's own `forward` is the reference, and decodes everything else. The model and the adapter of a sequence alone
-decide which of the two computes a token, so a request has the same bits whatever else runs.
+The model's own `forward` is the reference, and computes everything else. The model, the adapter of a sequence and the
+position in its prompt alone decide which of the two computes a token, so neighbors change no bit of a request.
 
 A model in training is decoded with the weights that its format multiplies, cast once: its own products would cast them
 for every token. Nothing else is rounded, so that log-probabilities differ from those of a training step by the rounding
@@ -46,6 +46,7 @@ class DecodeOperator:
     """
 
     prompt_len = PROMPT_LEN
+    """How many tokens at the beginning of a prompt it computes."""
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         device = model.norm.weight.device.type
@@ -83,7 +84,7 @@ class DecodeOperator:
         self._head = decode_step.RowProduct(head if ends.head_dtype is None else _cast(head, ends.head_dtype))
 
     def hidden(self, rows: Rows[DecodeRow]) -> Tensor:
-        """Hidden states [N, D] of tokens of decoding sequences; writes their keys and values into the cache."""
+        """Hidden states [N, D] of tokens of sequences; writes their keys and values into the cache."""
         inputs = decode_step.DecodeRows(positions=array("q", [row.position for row in rows]))
         inputs.tokens.extend([row.sequence.token_at(row.position) for row in rows])
         last = None  # the rows of a sequence are adjacent and share its block table

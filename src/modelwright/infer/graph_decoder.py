@@ -52,7 +52,7 @@ class GraphDecoder:
     """
 
     prompt_len = 0
-    """Prompts keep a GPU busy by themselves."""
+    """It computes none of a prompt, whose many tokens keep a GPU busy without it."""
 
     def __init__(self, model: Decoder, cache: PagedCache, head: Product, *, row_multiple: int) -> None:
         config = model.config

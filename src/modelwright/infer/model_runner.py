@@ -387,6 +387,7 @@ def run_operator(
         start, at = at, at + chunk.end - chunk.start
         read_prompt(chunk, hidden_ND[start:at])
         sampled += [(at - 1, sequence) for sequence in finished(chunk)]
+    # Followers repeat a row, so as many rows as there are need not be all of them.
     chosen, sequences = [number for number, _ in sampled], [sequence for _, sequence in sampled]
     return (sequences, hidden_ND if chosen == list(range(len(rows))) else hidden_ND[chosen]), rest
 

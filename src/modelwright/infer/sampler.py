@@ -70,7 +70,7 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
 
 
 def drawn_naive(scores_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """The definition: the reference for `drawn`, and what CUDA does."""
+    """The definition: the reference for `drawn`, and what draws on CUDA and without kernels."""
     tokens = dict[int, int]()
     whole = [draw for draw in draws if not draw.truncates]
     if whole:

@@ -273,7 +273,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """Token to decode: the newest token of a sequence, or one of the draft that follows it."""
+    """Token that is computed as a row of its own: the newest of a sequence, or one of its prompt or its draft."""
 
     sequence: Sequence
     position: int

@@ -355,8 +355,8 @@ def summarized_naive(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Draw:
-    """A token to be drawn from a row of logits: its place, temperature, limits (`SamplingParams`), and a number in
-    [0, 1).
+    """A token to be drawn from a row of logits: number of the row, temperature and limits (`SamplingParams`), and a
+    uniform random number in [0, 1).
     """
 
     row: int
@@ -378,9 +378,9 @@ class Draw:
 
 
 def drawn(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int] | None:
-    """Returns the token of each draw: of those that min-p, then top-k, then top-p keep, the one in whose share of the
-    sum of probabilities, in the order of ids, the number falls. Of equally likely tokens the first ones are kept. None
-    without the kernel. A draw's token does not depend on the others.
+    """Returns the token of each draw by inverse transform sampling from the tokens that min-p, then top-k, then top-p
+    keep, in the order of their ids; None without the kernel. Of equally likely tokens the first ones are kept. A draw
+    does not depend on the others. The reference is `infer/sampler.py: drawn_naive`.
     """
     fits = logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
     if not (fits and cpu_kernels.take("decode_step", logits_NV)):
@@ -388,7 +388,7 @@ def drawn(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int] | None:
     library, threads, width = cpu_kernels.kernels(), torch.get_num_threads(), logits_NV.shape[1]
     assert library is not None
     rows, tokens = array("q", [draw.row for draw in draws]), array("q", bytes(8 * len(draws)))
-    settings = array("d", [n for one in draws for n in (one.temperature, one.top_k, one.top_p, one.min_p, one.uniform)])
+    settings = array("d", [n for one in draws for n in (one.divisor, one.top_k, one.top_p, one.min_p, one.uniform)])
     scratch = torch.empty(threads, 2 * width)
     pointers = [rows.buffer_info()[0], settings.buffer_info()[0]]
     library.draw_rows(

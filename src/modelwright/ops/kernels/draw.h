@@ -15,11 +15,11 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kBins = 512;                  // by distance from the largest logit
 constexpr int64_t kSumBlock = 256;          // tokens whose shares are summed in FP32
 constexpr float kFarthest = 40.0f;          // distance after temperature from which all share a bin: shares below 1e-17
-constexpr float kLeastTemperature = 1e-5f;  // keeps distances finite and is greedy in effect
 
 struct Draw {
-  double temperature, top_k, top_p, min_p;  // top_k 0 and top_p 1 keep all
-  double uniform;                           // in [0, 1)
+  double divisor;              // of logits: the temperature, above 0
+  double top_k, top_p, min_p;  // top_k 0, top_p 1 and min_p 0 keep all
+  double uniform;              // in [0, 1)
 };
 
 // One row. shares [width]: memory for each token's share, over that of the likeliest; places [width].
@@ -31,7 +31,7 @@ class DrawnRow {
   int64_t token() {
     largest = extreme([](Vector a, Vector b) { return larger(a, b); }, -kInfinity);
     if (!std::isfinite(largest)) return 0;  // nothing to draw from, which the row's log-sum-exp says
-    inverse = 1.0f / std::max(static_cast<float>(draw.temperature), kLeastTemperature);
+    inverse = static_cast<float>(1.0 / draw.divisor);
     each_vector(width, [&](int64_t at, int, auto size) {
       put(exponential((some(x + at, size) - largest) * inverse), shares + at, size);
     });

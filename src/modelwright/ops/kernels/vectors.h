@@ -88,8 +88,8 @@ inline Vector exponential_of_moderate(Vector x) {
   p = fused(p, r, all(1.6666665459e-1f));
   p = fused(p, r, all(5.0000001201e-1f));
   p = fused(p * r, r, r) + 1.0f;
-  const Integers exponent = ((Integers)shifted - (Integers)magic) << 23;  // these casts keep the bits
-  return (Vector)((Integers)p + exponent);
+  const Bits exponent = ((Bits)shifted - (Bits)magic) << 23;  // the casts keep the bits; unsigned, as a NaN overflows
+  return (Vector)((Bits)p + exponent);
 }
 
 // The same for x up to 88, 0 below the range of normal numbers.
