@@ -396,8 +396,9 @@ def test_a_client_that_ends_its_side_after_a_whole_request_gets_the_answer(slow_
     server = slow_server()
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with connect(server.url, head + body) as connection:
+    with connect(server.url) as connection:
         with held(server, after=3):
+            connection.sendall(head + body)
             wait_until(lambda: server.service.worker.num_open == 1)
             connection.shutdown(socket.SHUT_WR)
             time.sleep(0.5)
@@ -430,8 +431,9 @@ def test_a_half_closed_client_sees_nothing_but_its_answer(slow_server):
     server = slow_server()
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with connect(server.url, head + body) as connection:
+    with connect(server.url) as connection:
         with held(server):
+            connection.sendall(head + body)
             wait_until(lambda: server.service.worker.num_open == 1)
             connection.shutdown(socket.SHUT_WR)
             time.sleep(0.5)
