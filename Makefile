@@ -10,7 +10,7 @@
 # make wheel-check  build the wheels, and try them in empty environments: without extras, and with all of them
 # make lint   formatting, types, import layers
 # make bench  the rows of docs/performance.md: training, fine-tuning, engines, serving and cleaning next to others, some of
-#             which get environments of their own; it says its minutes first. make bench ISA=avx2 times a newer processor
+#             which get environments of their own, and llama.cpp's server is compiled; it says its minutes first. make bench ISA=avx2 times a newer processor
 #             as one with AVX2 alone (or ISA=x86-64); ARGS and TUNING_ARGS are options of peers.py and tuning_peers.py; records go to BENCH=bench-here
 # make parity every parallel layout against one process
 # make prove  measure every claim (about 15 hours; it resumes) into claims-here; make prove QUICK=1 for the short
@@ -96,7 +96,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-peers .venv-trl/.ready .venv-trl-ppo/.ready .venv-cleaning/.ready
+bench: $(VENV)/.installed-peers $(BIN)/llama-server .venv-trl/.ready .venv-trl-ppo/.ready .venv-cleaning/.ready
 	@$(BIN)/python benchmarks/performance.py --minutes
 	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute fp32 --results $(BENCH) $(ARGS)
 	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute bf16 --results $(BENCH) $(ARGS)
@@ -152,6 +152,18 @@ $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml $(PROJECTS)
 $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE) -e 'packages/claims[peers]'
 	@touch $@ $(VENV)/.installed
+
+# llama.cpp's server of the version that llama-cpp-python brings, from that package's source: 20 minutes of two cores.
+$(BIN)/llama-server: $(VENV)/.installed-peers
+	rm -rf build/llama && mkdir -p build/llama
+	$(PIP) 'cmake>=3.28,<5'
+	$(BIN)/python -m pip download --disable-pip-version-check -qq --no-deps --no-binary llama-cpp-python --dest build/llama \
+		"llama-cpp-python==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("llama-cpp-python"))')"
+	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S build/llama/vendor/llama.cpp -B build/llama/out -DCMAKE_BUILD_TYPE=Release \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_CURL=OFF
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/llama/out --parallel 2 --target llama-server
+	install build/llama/out/bin/llama-server $@
 
 # TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.
 .venv-trl/.ready .venv-trl-ppo/.ready: constraints.txt

@@ -98,13 +98,18 @@ def commands(files: Files) -> dict[str, list[str]]:
     }
     if importlib.util.find_spec("openvino_genai"):
         found[OPENVINO] = [*serve, str(files.model), "--backend=openvino:q8_0", *ours]
-    program = shutil.which("llama-server")
+    program = llama_server()
     if program:
         threads = str(num_usable_cores())
         slots = ["--parallel", str(MOST_SEQS), "--ctx-size", str(MOST_SEQS * 512)]
         slots += ["--threads", threads, "--threads-batch", threads]
         found[LLAMA_CPP] = [program, "--model", str(files.gguf), "--port", "{port}", *slots]
     return found
+
+
+def llama_server() -> str | None:
+    """Return llama.cpp's server: the one that `make bench` builds beside this interpreter, or one on the path."""
+    return shutil.which("llama-server", path=str(Path(sys.executable).parent)) or shutil.which("llama-server")
 
 
 _ADDRESS = re.compile(r"https?://[\d.]+:\d+")
@@ -183,7 +188,7 @@ def versions_of_peers() -> Mapping[str, str]:
     for name in ("fastapi", "uvicorn", "openvino-genai"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    program = shutil.which("llama-server")
+    program = llama_server()
     if program:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
         found["llama.cpp"] = (done.stdout + done.stderr).strip().partition("\n")[0]
