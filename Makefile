@@ -153,7 +153,7 @@ $(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml $(PROJECTS)
 	$(PIP) -c constraints.txt -e '.[peers]' $(EDITABLE) -e 'packages/claims[peers]'
 	@touch $@ $(VENV)/.installed
 
-# llama.cpp's server of the version that llama-cpp-python brings, from that package's source: 20 minutes of two cores.
+# llama.cpp's server of the version that llama-cpp-python brings, from that package's source: seven minutes of two cores.
 $(BIN)/llama-server: $(VENV)/.installed-peers
 	rm -rf build/llama && mkdir -p build/llama
 	$(PIP) 'cmake>=3.28,<5'
@@ -177,9 +177,9 @@ $(BIN)/llama-server: $(VENV)/.installed-peers
 	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'datatrove[processing]' spacy datasketch presidio-analyzer
 	@touch $@
 
-# Not in .venv: mosaicml-streaming wants older versions of numpy and transformers.
+# Not in .venv: mosaicml-streaming wants older versions of numpy and transformers than constraints.txt has.
 .venv-loading/.ready: constraints.txt
 	$(MAKE) VENV=$(@D) $(@D)/.torch
-	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt \
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)' \
 		'litdata>=0.2.76,<0.3' 'mosaicml-streaming>=0.13,<0.14'
 	@touch $@
