@@ -1,0 +1,255 @@
+"""Modelwright against an earlier commit of itself, in turn: no task is to become slower or to need more memory.
+
+    python benchmarks/versus.py COMMIT [--only WORD ...] [--repeats N] [--results FOLDER]
+    python benchmarks/versus.py --show FILE
+
+COMMIT is checked out into a temporary worktree, and both run with this interpreter and its packages. Each run is a
+process of its own; a round runs both sides, every second round in the other order. A task is *slower* (or *larger*)
+where the bound of the mean of the paired ratios lies on the wrong side of 1 by more than `TOLERANCE`. Training, tuning,
+serving and cleaning are the programs of each checkout, decoding is the same program for both.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NOW, BEFORE = "now", "before"
+TOLERANCE = 0.02
+"""Slower by less than this says nothing about the code: where functions come to lie in memory moves as much."""
+STREAMS = (1, 8, 32)
+PROMPT_LEN, NUM_STEPS = 256, 64
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "4.8M": {
+        "vocab_size": 8192, "num_layers": 4, "model_dim": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48,
+        "ffn_dim": 512, "max_seq_len": 512,
+    },
+    "94M": {
+        "vocab_size": 12_288, "num_layers": 12, "model_dim": 768, "num_heads": 12, "num_kv_heads": 4, "head_dim": 64,
+        "ffn_dim": 2048, "max_seq_len": 512,
+    },
+}  # fmt: skip
+"""Those of the recipe quickstart and of the claim int8; written down, so that both sides have the same ones."""
+FORMATS = ("fp32", "int8", "int4-codes")
+
+Measured = Mapping[str, Mapping[str, float]]
+"""By task: its `speed`, of which more is better, and the peak of its resident memory, `peak_bytes`, where known."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?", help="what to compare with")
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--show", type=Path, help="print a record, without measuring")
+    parser.add_argument("--decode", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.decode:
+        decode_here(*options.decode)
+    elif options.show:
+        print("\n".join(table(json.loads(options.show.read_text(encoding="utf-8")))))
+    elif not options.commit:
+        parser.error("COMMIT: name the commit to compare with")
+    else:
+        record, path = compare(options)
+        print("\n".join(table(record)))
+        print(f"written to {path}")
+
+
+def compare(options: argparse.Namespace) -> tuple[Mapping[str, Any], Path]:
+    from modelwright.core.artifacts import write_atomic
+    from modelwright_claims.results import circumstances, machine_slug
+
+    around, started, samples = circumstances(), time.perf_counter(), dict[str, dict[str, dict[str, list[float]]]]()
+    path = options.results / f"versus-{options.commit[:8]}-{machine_slug(around['machine'])}.json"
+    with worktree(options.commit) as before, tempfile.TemporaryDirectory(prefix="modelwright-bench-") as scratch:
+        sides = {NOW: ROOT, BEFORE: before}
+        for number in range(options.repeats):
+            for name in options.only:
+                for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
+                    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                        found = TASKS[name](sides[side], Path(folder))
+                    for task, figures in found.items():
+                        for figure, value in figures.items():
+                            samples.setdefault(task, {}).setdefault(figure, {}).setdefault(side, []).append(value)
+                        print(f"{number + 1}/{options.repeats} {side:6} {task}: {figures['speed']:,.5g}", flush=True)
+                record = {
+                    "benchmark": "versus", "commit_before": options.commit, "repeats": number + 1, "samples": samples,
+                    "wall_s": time.perf_counter() - started, **around,
+                }  # fmt: skip
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, json.dumps(record, indent=1) + "\n")
+    return record, path
+
+
+def table(record: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each task: medians of both sides and the verdict."""
+    from modelwright_claims.statistics import ratios
+
+    yield f"{record['machine']['instruction_set']}, now {record['commit']}, before {record['commit_before'][:8]}"
+    yield f"{'task':42}{'before':>10}{'now':>10}{'ratio':>7}{'bounds':>15}  {'MiB before':>10}{'now':>7}"
+    for task, figures in record["samples"].items():
+        speed = figures["speed"]
+        ratio = ratios(speed[NOW], speed[BEFORE])
+        line = f"{task:42}{statistics.median(speed[BEFORE]):10,.4g}{statistics.median(speed[NOW]):10,.4g}"
+        line += f"{ratio.mean:7.2f}   [{ratio.lower:.2f}, {ratio.upper:.2f}]"
+        verdicts = ["slower"] if ratio.upper < 1 - TOLERANCE else []
+        if "peak_bytes" in figures:
+            peaks = figures["peak_bytes"]
+            line += "  " + "".join(f"{statistics.median(peaks[side]) / 2**20:10,.0f}" for side in (BEFORE, NOW))
+            verdicts += ["larger"] if ratios(peaks[NOW], peaks[BEFORE]).lower > 1 + TOLERANCE else []
+        yield f"{line}  {' and '.join(verdicts)}"
+
+
+@contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="modelwright-before-") as name:
+        folder = Path(name) / "checkout"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def run(checkout: Path, *words: str | Path, folder: Path) -> float:
+    """Run a program with the packages of a checkout; returns the peak of its resident memory, or of the largest process
+    below it."""
+    from modelwright.core.resources import num_usable_cores
+
+    packages = [one.parent for one in (*checkout.glob("*/pyproject.toml"), *checkout.glob("packages/*/pyproject.toml"))]
+    threads = {name: str(num_usable_cores()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "src", *packages)))}
+    command = [sys.executable, *map(str, words)]
+    with open(folder / "log.txt", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, env={**os.environ, **threads, **paths}, cwd=folder, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        last = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+        raise SystemExit(f"{' '.join(command)} failed:\n{last}")
+    return 1024.0 * usage.ru_maxrss
+
+
+def pretraining(checkout: Path, folder: Path) -> Measured:
+    found = dict[str, Mapping[str, float]]()
+    for compute in ("fp32", "bf16"):
+        out, program = folder / compute, checkout / "benchmarks" / "peers.py"
+        words = ("--only", "Modelwright", "--repeats", "1", "--compute", compute, "--results", out)
+        run(checkout, program, *words, folder=folder)
+        (record,) = (json.loads(file.read_text(encoding="utf-8")) for file in out.glob("*.json"))
+        of = record["summary"]["Modelwright"]
+        found[f"pretraining, {compute.upper()}, 8.6M"] = {"speed": of["tokens_per_s"], "peak_bytes": of["peak_bytes"]}
+    return found
+
+
+def tuning(checkout: Path, folder: Path) -> Measured:
+    from modelwright.core.resources import num_usable_cores
+    from tuners.task import Task
+    from tuning_peers import SIZES, UNITS, write_models
+
+    found = dict[str, Mapping[str, float]]()
+    for name, size in SIZES.items():
+        models = folder / name
+        write_models(models, size)
+        for case, changes in size.tasks.items():
+            out, file = models / case, models / f"{case}.json"
+            out.mkdir()
+            Task(folder=models, case=case, compute="bf16", threads=num_usable_cores(), **changes).save(file)
+            run(checkout, checkout / "benchmarks/tuners/work.py", file, "Modelwright", out, folder=folder)
+            measured = json.loads((out / "measured.json").read_text(encoding="utf-8"))
+            speed = {"speed": measured[f"{UNITS[case]}_per_s"], "peak_bytes": measured["peak_bytes"]}
+            found[f"{case.upper()}, BF16, {name}"] = speed
+    return found
+
+
+def decoding(checkout: Path, folder: Path) -> Measured:
+    run(checkout, Path(__file__), "--decode", checkout, folder / "out.json", folder=folder)
+    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+
+
+def decode_here(checkout: Path, out: Path) -> None:
+    """The engine of the checkout, in this process: its own decoder and formats, the shapes of this file."""
+    sys.path.insert(0, str(checkout / "benchmarks"))
+    import decode
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    found = dict[str, Mapping[str, float]]()
+    for shape, fields in SHAPES.items():
+        for name, model in decode.models(decode.ModelConfig(**fields, tie_embeddings=False), list(FORMATS)):
+            config = decode.EngineConfig(max_num_seqs=32, kv_cache_tokens=32 * 512, enable_prefix_caching=False)
+            engine = decode.Engine(model.eval(), config)
+            for streams in STREAMS if shape == "4.8M" else STREAMS[:1]:
+                speeds = [_decoded(engine, streams, decode.SamplingParams) for _ in range(4)][1:]
+                found[f"decode, {name}, {shape}, {streams} streams"] = {"speed": statistics.median(speeds)}
+            speeds = [_read(engine, decode.SamplingParams) for _ in range(6)][1:]
+            found[f"prompt, {name}, {shape}"] = {"speed": statistics.median(speeds)}
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _decoded(engine: Any, streams: int, params: Any) -> float:
+    """Tokens per second of so many streams, after their prompts."""
+    for stream in range(streams):
+        prompt = [(7 * stream + 3 * place) % engine.vocab_size for place in range(32)]
+        engine.add(str(stream), prompt, params(max_tokens=400, temperature=0.0))
+    while len(engine.step()) < streams:
+        pass
+    started = time.perf_counter()
+    num_tokens = sum(len(engine.step()) for _ in range(NUM_STEPS))
+    seconds = time.perf_counter() - started
+    for stream in range(streams):
+        engine.abort(str(stream))
+    return num_tokens / seconds
+
+
+def _read(engine: Any, params: Any) -> float:
+    """Tokens per second of a prompt, up to its first token."""
+    prompt = [3 + 7 * place % 251 for place in range(PROMPT_LEN)]
+    engine.add("one", prompt, params(max_tokens=2, temperature=0.0))
+    started = time.perf_counter()
+    while not engine.step():
+        pass
+    seconds = time.perf_counter() - started
+    engine.abort("one")
+    return PROMPT_LEN / seconds
+
+
+def serving(checkout: Path, folder: Path) -> Measured:
+    """The short form of the claim; its largest rate is in requests per second."""
+    run(checkout, "-m", "modelwright.cli.main", "prove", "serving_qps", "--quick", "--results", folder, folder=folder)
+    (file,) = folder.glob("serving_qps*.json")
+    samples = json.loads(file.read_text(encoding="utf-8"))["samples"]
+    (rate,) = (values for name, values in samples.items() if name.startswith("largest rate, ours INT8, Poisson"))
+    return {"requests, INT8, 4.8M": {"speed": statistics.median(rate)}}
+
+
+def cleaning(checkout: Path, folder: Path) -> Measured:
+    """Documents per CPU-second beyond the start: the difference between two sizes."""
+    words = ("--sizes", "4000", "12000", "--folder", folder, "--results", folder / "out")
+    run(checkout, checkout / "benchmarks" / "clean_scale.py", *words, folder=folder)
+    (file,) = (folder / "out").glob("*.json")
+    small, large = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    speed = (large["documents"] - small["documents"]) / (large["cpu_s"] - small["cpu_s"])
+    return {"cleaning, all default steps": {"speed": speed, "peak_bytes": large["rss"]}}
+
+
+TASKS: Mapping[str, Callable[[Path, Path], Measured]] = {
+    "pretraining": pretraining, "tuning": tuning, "decoding": decoding, "serving": serving, "cleaning": cleaning,
+}  # fmt: skip
+"""What is compared, in this order; each is given a checkout and an empty folder."""
+
+
+if __name__ == "__main__":
+    main()
