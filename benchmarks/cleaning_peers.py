@@ -27,11 +27,12 @@ import json
 import math
 import os
 import random
+import statistics
 import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ _JUDGES = ("quality", "noise")
 _PEERS_NEAR = Path(__file__).with_name("near_duplicate_peers.py")
 
 Row = dict[str, Any]
-"""Recall, precision and documents per CPU-second of one tool."""
+"""Recall, precision and documents per CPU-second of one tool: of one run, or the median of `runs`."""
 
 
 def near_duplicates(python: Path, most: int) -> dict[str, Row]:
@@ -194,6 +195,16 @@ def _answer(command: Sequence[str], request: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def repeated(measure: Callable[[], dict[str, Row]], repeats: int) -> dict[str, Row]:
+    """All tools in turn, `repeats` times; only speeds differ between the runs."""
+    rounds = [measure() for _ in range(repeats)]
+    speeds = {name: [one[name]["documents_per_cpu_s"] for one in rounds] for name in rounds[0]}
+    return {
+        name: {**row, "documents_per_cpu_s": statistics.median(speeds[name]), "runs": speeds[name]}
+        for name, row in rounds[0].items()
+    }
+
+
 def verdicts(record: Mapping[str, Any]) -> Iterator[str]:
     """What the record says to each part of the target."""
     for task, rows in record["tasks"].items():
@@ -238,6 +249,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="Python of the environment with the peers")
     parser.add_argument("--man", type=Path, default=Path("/usr/share/man"), help="manual pages, as for quality_sets.py")
     parser.add_argument("--only", nargs="+", choices=(NEAR, PERSONAL, QUALITY), default=(NEAR, PERSONAL, QUALITY))
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a smoke run, which is not written to the results")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--judge", type=Path, help="print the verdicts of a record and stop")
@@ -253,7 +265,7 @@ def main() -> None:
         PERSONAL: lambda: personal_data(given.peers, 40 if given.quick else 400),
         QUALITY: lambda: quality(given.peers, given.man, 30 if given.quick else 60),
     }
-    tasks = {task: measures[task]() for task in given.only}
+    tasks = {task: repeated(measures[task], 1 if given.quick else given.repeats) for task in given.only}
     record = {"benchmark": "cleaning_peers", "tasks": tasks, "peers": peer_versions(given.peers), **around}
     record["wall_s"] = time.perf_counter() - started
     print("\n".join(table(record)), "\n")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import versus
+
 RESULTS = Path(__file__).parent / "results"
 OWN = "Modelwright"
 INSTRUCTION_SETS = ("AVX512", "AVX2")
@@ -151,7 +153,7 @@ def of_cleaners(record: Record) -> Iterator[Row]:
     packages = {name.removesuffix("-analyzer"): version for name, version in record["peers"].items()}
     for task, sides in record["tasks"].items():
         found = {name: f"recall {of['recall']:.2f}, precision {of['precision']:.2f}" for name, of in sides.items()}
-        rates = {name: of["documents_per_cpu_s"] for name, of in sides.items()}
+        rates = {name: of.get("runs", [of["documents_per_cpu_s"]]) for name, of in sides.items()}
         own = OWN.lower()
         for rival in (name for name in sides if not name.startswith(own)):
             package = next((name for name in packages if rival.startswith(name)), "")
@@ -160,8 +162,8 @@ def of_cleaners(record: Record) -> Iterator[Row]:
                 unit="documents/CPU s",
                 rival=rival,
                 version=packages.get(package, ""),
-                own=[rates[own]],
-                theirs=[rates[rival]],
+                own=rates[own],
+                theirs=rates[rival],
                 quality=(found[own], found[rival]),
             )
 
@@ -228,7 +230,24 @@ def page(results: Path = RESULTS) -> str:
         peaks = next((row.peaks for row in sides.values() if row.peaks), None)
         cells.append(f"{peaks[0]:,.0f} against {peaks[1]:,.0f}" if peaks else "")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, RECORDS, *sources]) + "\n"
+    return "\n".join([*lines, *against_earlier(results), RECORDS, *sources]) + "\n"
+
+
+EARLIER = """
+## Next to an earlier commit
+
+`python benchmarks/versus.py COMMIT` runs this checkout and an earlier one in turn; ratios are means over pairs of runs
+with one-sided 95% bounds.
+"""
+
+
+def against_earlier(results: Path) -> Iterator[str]:
+    """The lines about an earlier commit of each instruction set; none without a record."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("versus-*.json"))]
+    if records:
+        yield EARLIER
+    for record in records:
+        yield f"```text\n{chr(10).join(versus.table(record))}\n```\n"
 
 
 def minutes(results: Path = RESULTS) -> str:

@@ -60,6 +60,34 @@ def test_engines_are_compared_with_the_fastest_one_by_pairs_of_runs(tmp_path: Pa
     assert "four" not in page  # there is no INT4 of ours in this record
 
 
+def test_cleaning_has_the_median_of_its_runs(tmp_path: Path) -> None:
+    side = {"recall": 1.0, "precision": 0.5, "documents_per_cpu_s": 20.0}
+    sides = {"modelwright": side | {"runs": [10.0, 20.0, 40.0]}, "datatrove": side | {"documents_per_cpu_s": 5.0}}
+    record = {"tasks": {"quality": sides}, "peers": {"datatrove": "1.2"}}
+    write(tmp_path, "cleaning_peers-x", record, date="2026-01-01")
+    cells = row(performance.page(tmp_path), "cleaning, quality")
+    assert cells[1] == "datatrove 1.2"
+    assert cells[2].startswith("20 (10 to 40; recall 1.00")
+    assert cells[3:5] == ["5 (one run; recall 1.00, precision 0.50)", "**4.00**"]
+
+
+def test_a_task_that_became_slower_or_larger_than_at_an_earlier_commit_is_named(tmp_path: Path) -> None:
+    same = [100.0, 101.0, 99.0]
+    slow, large = [80.0, 81.0, 82.0], [120.0, 121.0, 122.0]
+
+    def task(speed: list[float], peak: list[float]) -> dict[str, Any]:
+        return {"speed": {"before": same, "now": speed}, "peak_bytes": {"before": same, "now": peak}}
+
+    tasks = {"slow": task(slow, same), "large": task(large, large), "alike": task(same, same)}
+    write(tmp_path, "versus-01234567-x", {"commit_before": "f" * 40, "samples": tasks}, date="2026-01-01")
+    lines = {line.split(" ")[0]: line for line in performance.page(tmp_path).splitlines()}
+    assert lines["slow"].endswith("slower")
+    assert "0.81" in lines["slow"]
+    assert lines["large"].endswith("larger")
+    assert "slower" not in lines["large"]
+    assert not lines["alike"].endswith(("slower", "larger"))
+
+
 def test_a_quick_record_does_not_count_and_minutes_are_those_of_the_records(tmp_path: Path) -> None:
     write(tmp_path, "peers-fp32-quick", trainers([1.0], [1.0]) | {"quick": True}, date="2026-03-01")
     assert "pretraining" not in performance.page(tmp_path)
