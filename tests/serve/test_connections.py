@@ -373,6 +373,23 @@ def test_a_new_connection_replaces_the_one_that_waited_longest(slow_server, monk
         assert not is_closed(sockets[2])
 
 
+def test_a_request_that_is_not_read_yet_is_not_lost_to_a_newer_connection(slow_server, monkeypatch):
+    """All arrive while the event loop is busy, so the server admits them before it reads from any."""
+    few_connections(monkeypatch, total=2, per_address=2)
+    server = slow_server()
+    health(server.url)
+    released = threading.Event()
+    server._loop.call_soon_threadsafe(released.wait)
+    with contextlib.ExitStack() as open_sockets:
+        clients = [
+            open_sockets.enter_context(connect(server.url, HEALTH + b"Connection: close\r\n\r\n")) for _ in range(6)
+        ]
+        released.set()
+        answers = [client.recv(65_536)[:12] for client in clients]
+    assert answers[:2] == [b"HTTP/1.1 200"] * 2
+    assert set(answers[2:]) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+
+
 def test_a_server_whose_connections_are_all_busy_refuses_with_503(slow_server, monkeypatch):
     few_connections(monkeypatch, total=2, per_address=2)
     server = slow_server()

@@ -3,7 +3,7 @@ answer to be read.
 
 uvicorn itself limits only the pause between two requests, so each connection's protocol is wrapped. When there is no
 room, a new connection replaces the one that has waited longest for a complete request, as nginx reuses idle
-connections, so that idle clients cannot lock out active ones.
+connections, so that idle clients cannot lock out active ones. One whose client has sent what is not read yet stays.
 
 httptools parses requests where it is installed, in less time than h11, and h11 what httptools or uvicorn's protocol on
 it handles wrongly: HTTP/1.0, upgrades, and whatever does not begin like a request of HTTP/1.1.
@@ -11,13 +11,17 @@ it handles wrongly: HTTP/1.0, upgrades, and whatever does not begin like a reque
 
 import asyncio
 import contextlib
+import fcntl
+import heapq
 import ipaddress
 import json
 import os
 import re
 import resource
 import socket
+import termios
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +45,11 @@ to four rounds pass until a replaced connection has released its descriptor."""
 SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
 """File descriptors that are not for connections: those of accepted ones that are not counted yet, and those of files.
 """
-IDLE_CONNECTIONS = 1024
+IDLE_CONNECTIONS = 4096
 """Connections in addition to those of answers that may run and wait at once."""
+NUM_REPLACEABLE = 8
+"""Connections that a new one looks at, from the longest wait on, for one that it can replace. Where so many have sent
+what is not read yet, the event loop is behind, and the new one is refused instead of a request being lost."""
 MIN_CONNECTIONS = 8
 """Fewest connections with which a server starts."""
 LEAVING_POLL_S = 0.2
@@ -103,29 +110,36 @@ class ConnectionTable:
         self._header_timeout_s, self._send_timeout_s = config.header_timeout_s, config.send_timeout_s
         self._metrics = metrics
         self._connections: set[Connection] = set()
+        self._num_of_address = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def admit(self, connection: "Connection") -> bool:
-        """Adds a connection, if necessary in place of another one. Returns false if all others are being answered."""
-        same_address = [other for other in self._connections if other.address == connection.address]
-        full = same_address if len(same_address) >= self._limits.per_address else []
-        full = full or (self._connections if len(self) >= self._limits.total else [])
-        if full:
+        """Adds a connection, if necessary in place of another one. Returns false if none can be replaced."""
+        has_its_share = self._num_of_address[connection.address] >= self._limits.per_address
+        if has_its_share or len(self) >= self._limits.total:
+            others = (one for one in self._connections if not has_its_share or one.address == connection.address)
             # never one that is being answered
-            replaceable = [other for other in full if other.awaits_request()]
-            if not replaceable:
+            waiting = (one for one in others if one.awaits_request())
+            longest = heapq.nsmallest(NUM_REPLACEABLE, waiting, key=lambda one: one.waiting_since)
+            replaced = next((one for one in longest if not one.has_unread_bytes()), None)
+            if not replaced:
                 self._metrics.closed_connections.labels("refused").inc()
                 return False
-            self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
+            self._close(replaced, "replaced")
         self._connections.add(connection)
+        self._num_of_address[connection.address] += 1
         self._metrics.connections.set(len(self))
         return True
 
     def remove(self, connection: "Connection") -> None:
-        self._connections.discard(connection)
-        self._metrics.connections.set(len(self))
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._num_of_address[connection.address] -= 1
+            if not self._num_of_address[connection.address]:
+                del self._num_of_address[connection.address]
+            self._metrics.connections.set(len(self))
 
     async def watch(self) -> None:
         """Closes connections that exceed a time limit. Runs until canceled."""
@@ -271,6 +285,13 @@ class Connection(asyncio.Protocol):
     def awaits_request(self) -> bool:
         """Returns true unless a complete unanswered request has arrived."""
         return self.is_between_requests() or self._cycle.more_body
+
+    def has_unread_bytes(self) -> bool:
+        """Returns true if the client has sent what was not read yet, which may be a whole request."""
+        num_bytes = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, num_bytes)
+        return any(num_bytes)
 
     def note_progress(self, now: float) -> None:
         """Restarts the clock of the wait for a request with every request."""
