@@ -40,7 +40,7 @@ NOT_MEASURED = "not measured: "
 def measure(setting: Setting) -> Measurement:
     """The tools are installed, asked and removed in turn; what is downloaded before is not timed."""
     if not (ROOT / "pyproject.toml").is_file():
-        return untestable("our wheel is built from a checkout, and this package is installed without one")
+        return untestable("the product's wheel is built from a checkout, and this package is installed without one")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         bench = Bench(setting, Path(name))
@@ -53,13 +53,12 @@ def measure(setting: Setting) -> Measurement:
             for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
                 setting.progress.note(f"first_answer: round {turn + 1}, {side}")
                 bench.attempt(side, partial(bench.measure_side, side))
-    alike = [side for side, answer in bench.answers.items() if side != OURS and bench.answers[OURS].startswith(answer)]
     facts = {
         **described(__name__, num_tokens=NUM_TOKENS),
         **bench.facts,
         "Python": f"{platform.python_version()}, whose environments have pip {ensurepip.version()}",
         "cores": num_usable_cores(),
-        "answers that begin as ours": ", ".join(alike) or "none",
+        **{f"answer, {side}": answer[:60] for side, answer in bench.answers.items()},
         "seconds": time.perf_counter() - started,
     }
     return Measurement(samples=bench.samples, conditions=facts)
@@ -75,9 +74,8 @@ class Bench:
         self.answers: dict[str, str] = {}
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Work for a side or its server. If it fails, its last words are a condition and its samples go; ours may not.
-
-        A side that failed is not tried again.
+        """Work for a side or its server, unless it has failed: its last words are then a condition, and its samples
+        are dropped. Raises `ModelwrightError` if that is our side.
         """
         if NOT_MEASURED + name in self.facts:
             return

@@ -5,6 +5,7 @@ Its home folder is its own as well, so that nothing which an earlier start has c
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.config import ModelwrightError
 
@@ -47,8 +49,8 @@ class Environment:
     def install(self, packages: Sequence[str], links: Sequence[Path], *options: str) -> None:
         """Install from files in the folders `links` alone, with the pip that this Python brings into an environment."""
         if not self.folder.exists():
+            (self.folder / "home").mkdir(parents=True)
             run([sys.executable, "-m", "venv", str(self.folder)], self.variables)
-            (self.folder / "home").mkdir()
         words = [*options, *(f"--find-links={link}" for link in links), *packages]
         run(self.program(["python", "-m", "pip", "install", "--quiet", *words]), self.variables)
 
@@ -57,10 +59,12 @@ class Environment:
         the answer's first line. Raises `ModelwrightError` with the last lines of a program that fails or says nothing.
         """
         command, seconds, output, answer = self.program(words), 0.0, b"\n", b""
-        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.variables, "cwd": self.cwd}
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         with tempfile.TemporaryFile() as errors:
             started = time.perf_counter()
-            with subprocess.Popen(command, bufsize=0, stderr=errors, **options) as process:
+            with subprocess.Popen(command, stderr=errors, env=self.variables, cwd=self.cwd, **options) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
                 limit = threading.Timer(START_TIMEOUT_S, process.kill)
                 limit.start()
                 with suppress(BrokenPipeError):  # of a program that has ended, as its exit code says
@@ -112,18 +116,17 @@ class Environment:
 
 def run(command: Sequence[str], variables: Mapping[str, str] = os.environ) -> None:
     """Run a program to its end. Raises `ModelwrightError` with its last lines if it fails or takes too long."""
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(
-            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=INSTALL_TIMEOUT_S, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, env=variables, text=True, timeout=INSTALL_TIMEOUT_S, check=False, **output)
     except subprocess.TimeoutExpired:
-        raise ModelwrightError(f"{' '.join(command)[:120]}: did not end within {INSTALL_TIMEOUT_S:g} s") from None
+        raise ended(command, None, f"it took more than {INSTALL_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise ended(command, done.returncode, done.stdout)
 
 
 def ended(command: Sequence[str], code: int | None, text: str) -> ModelwrightError:
-    """Return the error for a program that gave no answer, with its last lines."""
-    last = " / ".join(text.strip().splitlines()[-5:])[-600:]
-    return ModelwrightError(f"{' '.join(command)[:120]}: ended with {code} and no answer: {last}")
+    """Return the error for a program that gave no answer, with its last lines, in which the name of an index may be."""
+    words, lines = " ".join([Path(command[0]).name, *command[1:]]).split(), text.strip().splitlines()
+    last = re.sub(r"https?://\S+", "URL", " / ".join(" ".join(line.split()) for line in lines[-5:]))[-600:]
+    return ModelwrightError(f"{' '.join(words)[:120]}: ended with {code} and no answer: {last}")
