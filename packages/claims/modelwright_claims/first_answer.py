@@ -21,7 +21,7 @@ from modelwright.core.resources import num_usable_cores
 from modelwright.recipes.load import recipe
 from modelwright_claims.claim import Conditions, Measurement, Samples, Setting, Verdict, declared, described, untestable
 from modelwright_claims.first_answer_tools import COMPILED, FOLDER, NUM_TOKENS, OURS, RIVALS, TOOLS, write_model
-from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.judging import Judgment
 from modelwright_claims.statistics import ratios
 from modelwright_claims.tool_environment import Environment, run
 
@@ -89,7 +89,7 @@ class Bench:
 
     def download(self, side: str) -> None:
         """Fetch what pip will install, and write the model in the format that the tool opens."""
-        tool, wheels = TOOLS[side], self.wheels(side)
+        tool, wheels = TOOLS[side], self.folder / "wheels" / side.replace(" ", "-")
         if side == OURS:
             leftovers = shutil.ignore_patterns("*.egg-info", "__pycache__")
             shutil.copytree(ROOT / "src", self.folder / "source" / "src", ignore=leftovers)
@@ -102,9 +102,6 @@ class Bench:
             if tool.server:
                 self.pip("download", f"--dest={wheels / 'server'}", *self.words(tool.server_packages))
         write_model(self.models, tool.model)
-
-    def wheels(self, side: str) -> Path:
-        return self.folder / "wheels" / side.replace(" ", "-")
 
     def pip(self, *words: str) -> None:
         """Work with the index that the pip of this environment is set up for."""
@@ -120,13 +117,12 @@ class Bench:
 
     def measure_side(self, side: str) -> None:
         """Install a tool and ask it twice, then its server; every figure is a sample."""
-        tool, wheels, place = TOOLS[side], self.wheels(side), self.folder / "environment"
-        tried = Environment(place, self.models)
+        tool, wheels = TOOLS[side], self.folder / "wheels" / side.replace(" ", "-")
+        tried = Environment(place := self.folder / "environment", self.models)
         try:
             forget(wheels)
-            started = time.perf_counter()
-            tried.install(self.words(tool.packages), [wheels], *(["--no-deps"] if self.setting.quick else []))
-            install = time.perf_counter() - started
+            forget(self.folder / "built")
+            install = tried.install(self.words(tool.packages), [wheels], *(["--no-deps"] if self.setting.quick else []))
             (packages,) = place.glob("lib/python*/site-packages")
             if self.setting.quick:
                 (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
@@ -134,13 +130,12 @@ class Bench:
             first, self.answers[side] = tried.first_answer(tool.command, tool.before)
             again, _ = tried.first_answer(tool.command, tool.before)
             figures = {TOTAL: install + first, INSTALL: install, FIRST: first, AGAIN: again}
-            figures[DISK] = num_bytes(place) / 2**20
+            figures |= {DISK: num_bytes(place) / 2**20}
             (main,) = distributions(name=tool.packages[0].strip("{}"), path=[str(packages)])
             self.facts[f"version, {side}"] = main.version
             self.facts[f"packages, {side}"] = len(list(distributions(path=[str(packages)])))
             if side == COMPILED:
-                (wheel,) = (self.folder / "pip").rglob("*.whl")
-                shutil.copy(wheel, self.folder / "built")
+                shutil.copy(next((self.folder / "pip").rglob("*.whl")), self.folder / "built")
 
             def ask_server() -> None:
                 tried.install(self.words(tool.server_packages), [wheels, wheels / "server"])
@@ -177,10 +172,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
                 theirs, one = [theirs[0]] * len(ours), ", its one repeat"
             what, say = f"time to that of {rival}{one}", f"{{0.mean:.2f}} times the seconds of {rival}{one}"
             judgment.ask(f"time to that of {rival}", ratios(ours, theirs), "x", "<", 1.0, what=what, say=say)
-    for what in (TOTAL, INSTALL, FIRST, AGAIN, SERVER):
-        judgment.show(samples, [what + side for side in names_between(samples, what)], "s")
-    judgment.show(samples, [DISK + side for side in names_between(samples, DISK)], "MiB")
-    judgment.show(samples, [DOWNLOAD + side for side in names_between(samples, DOWNLOAD)], "MB")
+    for what in (TOTAL, INSTALL, FIRST, AGAIN, SERVER, DISK, DOWNLOAD):
+        judgment.show(samples, [what + side for side in TOOLS], {DISK: "MiB", DOWNLOAD: "MB"}.get(what, "s"))
     judgment.said += [f"{name} gave no answer here" for name in conditions if name.startswith(NOT_MEASURED)]
     return judgment.verdict()
 

@@ -46,13 +46,17 @@ class Environment:
     def program(self, words: Sequence[str]) -> list[str]:
         return [str(self.folder / "bin" / words[0]), *words[1:]]
 
-    def install(self, packages: Sequence[str], links: Sequence[Path], *options: str) -> None:
-        """Install from files in the folders `links` alone, with the pip that this Python brings into an environment."""
+    def install(self, packages: Sequence[str], links: Sequence[Path], *options: str) -> float:
+        """Install from files in the folders `links` alone, with the pip that this Python brings into an environment,
+        which is made if it is not there. Returns the seconds.
+        """
+        started = time.perf_counter()
         if not self.folder.exists():
             (self.folder / "home").mkdir(parents=True)
             run([sys.executable, "-m", "venv", str(self.folder)], self.variables)
         words = [*options, *(f"--find-links={link}" for link in links), *packages]
         run(self.program(["python", "-m", "pip", "install", "--quiet", *words]), self.variables)
+        return time.perf_counter() - started
 
     def first_answer(self, words: Sequence[str], before: str = "\n") -> tuple[float, str]:
         """Ask on standard input and return the seconds until the first text of the answer, which follows `before`, and
