@@ -59,6 +59,7 @@ NAMES = (
     "gated_attention",
     "distillation",
     "serving_qps",
+    "first_answer",
     "demo_recipe",
     "data_utilization",
     "loading_latency",
