@@ -177,9 +177,15 @@ $(BIN)/llama-server: $(VENV)/.installed-peers
 		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
 	@touch $@
 
-.venv-llamafactory/.ready .venv-axolotl/.ready: constraints.txt
+# It imports torchaudio, whose build on the package index does not load next to a CPU build of torch; so 7 GB.
+.venv-llamafactory/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'llamafactory>=0.9.5,<0.10'
+	@touch $@
+
+.venv-axolotl/.ready: constraints.txt
 	$(MAKE) VENV=$(@D) $(@D)/.torch
-	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)' $(@D:.venv-%=%)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)' 'axolotl>=0.19'
 	@touch $@
 
 .venv-cleaning/.ready:

@@ -205,7 +205,8 @@ def _conversations() -> Iterable[Case]:
         name="calls with different arguments",
         content=jsonl([called(0, "stock", {"shelf": "SHELF0"}), called(2, "tide", {"harbor": "HARBOR2"})]),
         records=[_call(0, "shelf", "SHELF0", "harbor"), _call(2, "harbor", "HARBOR2", "shelf")],
-        columns=("tools",), undocumented=(FACTORY,),
+        columns=("tools",),
+        undocumented=(FACTORY,),
     )
     yield Case(
         name="one answer twice", content=jsonl([chat(0), chat(2), chat(2)]), about="duplicate",
@@ -334,11 +335,11 @@ def _json() -> Iterable[Case]:
     spelled = jsonl(pair(n, number) for n, number in enumerate(numbers)).replace(b"2.5}", b"2.50}")
     yield Case(
         name="numbers as answers", content=spelled, form="prompt_completion",
-        records=[plain(n, said) for n, said in enumerate(("33", "2.50", "1200", "7"))], about="T00|completion",
+        records=[plain(n, said) for n, said in enumerate(("33", "2.50", "1200", "7"))], about="T00|\\bcompletion\\b",
     )  # fmt: skip
     yield Case(
         name="truth values as answers", content=jsonl(pair(n, n % 2 == 0) for n in range(4)), form="prompt_completion",
-        records=[plain(n, str(n % 2 == 0)) for n in range(4)], about="T00|completion",
+        records=[plain(n, str(n % 2 == 0)) for n in range(4)], about="T00|\\bcompletion\\b",
     )  # fmt: skip
     yield Case(
         name="NaN as an answer", content=jsonl(around(pair(2, float("nan")), pair)), form="prompt_completion",
@@ -348,7 +349,7 @@ def _json() -> Iterable[Case]:
     del ragged[60]["completion"]
     yield Case(
         name="field that one record of a hundred lacks", content=jsonl(ragged), form="prompt_completion", records=(),
-        about="T060|completion",
+        about="T060|\\bcompletion\\b",
     )  # fmt: skip
     lines = jsonl(records).splitlines(keepends=True)
     lines[2] = lines[2][:-10] + b"\n"
@@ -375,16 +376,16 @@ def _tables() -> Iterable[Case]:
     doubled = [(asked, given, given.replace("keeps", "once kept")) for asked, given in rows]
     yield Case(
         name="two columns of one name", content=table([(*names, "completion"), *doubled]), records=(),
-        about="two columns|duplicate|completion", **of_table,
+        about="two columns|duplicate|\\bcompletion\\b", **of_table,
     )  # fmt: skip
     yield Case(name="lines that end with CR alone", content=table([names, *rows], "\r"), records=every, **of_table)
     yield Case(
         name="NA as an answer", content=table([names, *rows[:2], (Q, "NA"), rows[3]]),
-        records=[plain(0), plain(1), plain(2, "NA"), plain(3)], about=f"{LOST}|completion", **of_table,
+        records=[plain(0), plain(1), plain(2, "NA"), plain(3)], about=f"{LOST}|\\bcompletion\\b", **of_table,
     )  # fmt: skip
     yield Case(
         name="zeros before numbers", content=table([names, *((question(n), f"00{n}7") for n in range(4))]),
-        records=[plain(n, f"00{n}7") for n in range(4)], about="T00|completion", **of_table,
+        records=[plain(n, f"00{n}7") for n in range(4)], about="T00|\\bcompletion\\b", **of_table,
     )  # fmt: skip
 
 

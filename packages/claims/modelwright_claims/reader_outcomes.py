@@ -32,8 +32,8 @@ OUTCOMES = ("exact", "refused", "said", "silent")
 say."""
 EXACT, REFUSED, SAID, SILENT = range(len(OUTCOMES))
 SAYS = re.compile(
-    r"(?i)drop|skip|ignor|truncat|\bcut\b|invalid|abnormal|left out|unused|missing|empty|duplicate|chang|convert|exceed"
-    r"|not (used|learned|understood)|longer than"
+    r"(?i)\b(drop(s|ped|ping)?|skip(s|ped|ping)?|ignor(es?|ed|ing)|truncat(es?|ed|ing)|cut|invalid|abnormal|left out"
+    r"|unused|missing|empty|duplicates?|chang(es?|ed)|convert(s|ed)?|exceeds?|longer than|not (used|learned))\b"
 )
 """What a line of a log says of a record that is not learned as it stands."""
 END, SPECIAL, WORDS = "<|im_end|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<think>", "</think>")
@@ -48,7 +48,7 @@ TEMPLATE = (
     "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML as in Qwen2.5, whose `+` refuses a content that is no text, with the marks that TRL's loss on answers needs."""
+"""ChatML as in Qwen2.5, whose `+` refuses a content that is no text, with the marks that TRL needs to learn answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,11 @@ def read_own(case: Case, path: Path, model: Path) -> Reading:
         "clean": {"num_workers": 1}, "hardware": {"device": "cpu", "num_threads": 1}, "pack": {"seq_len": ROW_LEN},
         "training": {"precision": {"policy": "fp32", "fp32_matmul": "default"}},
     }  # fmt: skip
-    words, made = ["finetune", str(model), str(path)], ("clean", "pack")
+    made, folder = ("clean", "pack"), str(path.parent / "run")
     try:
-        request = finetune_request(*words[1:2], words[2:], settings, str(path.parent / "run"), only=(*made, case.stage))
+        request = finetune_request(str(model), [str(path)], settings, folder, only=(*made, case.stage))
         notes.lines += request.notes
+        words = ["finetune", str(model), str(path)]
         execute(request.config, request.run, only=made, origin=request.origin, words=words, progress=notes)
     except ModelwrightError as error:
         return Reading(error=str(error), log="\n".join(notes.lines))

@@ -100,21 +100,48 @@ def factory_reader(task: Mapping[str, Any]) -> Read:
 
 
 def axolotl_reader(task: Mapping[str, Any]) -> Read:
-    from axolotl.cli.args import PreprocessCliArgs  # pyright: ignore
     from axolotl.cli.config import load_cfg  # pyright: ignore
     from axolotl.common.datasets import load_datasets, load_preference_datasets  # pyright: ignore
+    from axolotl.utils.dict import DictDefault  # pyright: ignore
+    from transformers import AutoTokenizer
 
     turns = {"type": "chat_template", "message_field_training": "weight"}
-    kinds = {
-        "messages": turns,
-        "sharegpt": {
-            **turns, "field_messages": "conversations",
-            "message_property_mappings": {"role": "from", "content": "value"},
-        },
-        "alpaca": {"type": "alpaca"},
+    mapped = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
+    labeled = {"field_prompt": "prompt", "field_completion": "completion", "field_label": "label"}
+    types: Mapping[str, Mapping[str, Any]] = {
+        "messages": turns, "sharegpt": {**turns, **mapped}, "alpaca": {"type": "alpaca"},
         "preference": {"type": "chatml.prompt_pairs"},
+        "unpaired": {"type": {**labeled, "prompt_format": "{prompt}", "completion_format": "{completion}"}},
     }  # fmt: skip
-    return lambda case, folder: ()
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+
+    def of_texts(prompt: str, answer: str, is_rejected: bool) -> tuple[list[int], list[int], bool]:
+        ids, count = tokenizer(prompt + answer)["input_ids"], len(tokenizer(prompt)["input_ids"])
+        return ids, [IGNORED] * count + ids[count:], is_rejected
+
+    def read(case: Mapping[str, Any], folder: Path) -> Examples:
+        form, names = case["form"], {"prompt": "prompt", "completion": "completion", **case["names"]}
+        own = {"field_instruction": names["prompt"], "field_output": names["completion"]}
+        entry = types.get(form) or {"type": {**own, "format": "{instruction}\n", "no_input_format": "{instruction}\n"}}
+        stage = {} if case["stage"] == "sft" else {"rl": case["stage"], "remove_unused_columns": False}
+        config = load_cfg(DictDefault({
+            "base_model": task["model"], "datasets": [{"path": case["path"], "ds_type": file_type(case), **entry}],
+            "sequence_len": task["row_len"], "sample_packing": False, "val_set_size": 0.0, "micro_batch_size": 2,
+            "gradient_accumulation_steps": 1, "num_epochs": 1, "learning_rate": 1e-4, "optimizer": "adamw_torch",
+            "bf16": False, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"),
+            "dataset_num_proc": 1, **stage,
+        }))  # fmt: skip
+        if not stage:
+            yield from ((row["input_ids"], row["labels"], False) for row in load_datasets(cfg=config).train_dataset)
+            return
+        for row in load_preference_datasets(cfg=config).train_dataset:
+            if case["stage"] == "kto":
+                yield of_texts(row["prompt"], row["completion"], not row["label"])
+            else:
+                yield of_texts(row["prompt"], row["chosen"], False)
+                yield of_texts(row["prompt"], row["rejected"], True)
+
+    return read
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Read]] = {

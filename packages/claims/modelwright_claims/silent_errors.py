@@ -123,6 +123,7 @@ def _run(python: str, tool: str, task: Mapping[str, Any]) -> Any:
     folder = task.get("folder")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+        "AXOLOTL_DO_NOT_TRACK": "1",
         **({"HF_HOME": folder} if folder else {}),
     }  # fmt: skip
     return answer_of(

@@ -1,8 +1,9 @@
 """The cases of `silent_errors`, the comparison of a tool's examples with what a file says, and the verdict."""
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -100,11 +101,7 @@ def test_an_error_is_a_refusal_and_where_only_that_is_right_anything_else_is_sil
 def test_words_and_texts_of_special_tokens_are_told_apart(tokenizer: Tokenizer) -> None:
     said = "T002 ends by <|im_end|>, so."
     record = Record(key="T002", learned=(said,))
-    shielded, _ = tokenizer.chat.encode_training_chats(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-    )[0]
     assert kind(tokenizer, reading(tokenizer, (said, True)), record) == "silent"
-    assert kind(tokenizer, Reading(examples=[(shielded.tolist(), shielded.tolist(), False)]), record) == "silent"
     plain = tokenizer.encode(said)
     assert kind(tokenizer, Reading(examples=[(plain, plain, False)]), record) == "exact"
     thought = Record(key="T002", learned=("<think>T002</think>",), tokens=("<think>",))
@@ -167,8 +164,8 @@ def test_an_interpreter_without_a_tool_has_none(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_worker_keeps_what_each_file_wrote_and_why_it_was_refused(tmp_path: Path) -> None:
-    def read(given: dict, folder: Path):
-        print("about", given["path"])
+    def read(given: Mapping[str, str], folder: Path) -> Iterator[tuple[list[int], list[int], bool]]:
+        os.write(1, b"about " + given["path"].encode())  # print goes to a file of pytest
         if given["path"] == "bad":
             raise ValueError("no such column")
         if given["path"] == "gone":
@@ -176,7 +173,7 @@ def test_the_worker_keeps_what_each_file_wrote_and_why_it_was_refused(tmp_path: 
         yield [1, 2], [-100, 2], False
 
     found = [reader_worker.in_child(read, {"path": name}, tmp_path / name) for name in ("good", "bad", "gone")]
-    assert found[0] == {"examples": [[[1, 2], [-100, 2], False]], "error": "", "log": "about good\n"}
+    assert found[0] == {"examples": [[[1, 2], [-100, 2], False]], "error": "", "log": "about good"}
     assert (found[1]["error"], found[1]["examples"]) == ("ValueError: no such column", [])
     assert found[2]["error"] == "SystemExit: 3"
     json.dumps(found)
