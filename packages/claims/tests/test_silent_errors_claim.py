@@ -23,6 +23,7 @@ from modelwright_claims.reader_outcomes import (
     SILENT,
     Reading,
     outcome_of,
+    read_own,
     write_model,
 )
 from modelwright_claims.silent_errors import DOCUMENTED, OUTCOME
@@ -146,6 +147,30 @@ def test_every_case_has_its_own_name_and_a_form_that_another_tool_documents() ->
     assert all(keys)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("turn with weight 0", EXACT),
+        ("calls with different arguments", EXACT),
+        ("several rejected answers", EXACT),
+        ("kto_tag", EXACT),
+        ("two columns of one name", REFUSED),
+        ("answer longer than a row", SAID),
+    ],
+)
+def test_each_kind_of_rows_is_read_back(tmp_path: Path, name: str, expected: int) -> None:
+    (chosen,) = (one for one in CASES if one.name == name)
+    tokenizer, path = write_model(tmp_path / "model"), tmp_path / f"records{chosen.suffix}"
+    path.write_bytes(chosen.content)
+    found = read_own(chosen, path, tmp_path / "model")
+    assert outcome_of(chosen, found, tokenizer)[0] == expected
+    if expected == EXACT:
+        ids, labels, is_rejected = found.examples[0]
+        unlearned = Reading(examples=[(ids, [-1] * len(labels), is_rejected), *found.examples[1:]])
+        assert outcome_of(chosen, unlearned, tokenizer)[0] == SILENT
+
+
+@pytest.mark.slow
 def test_our_reader_says_what_it_does_not_learn(tmp_path: Path) -> None:
     """The product on every file. A silent error is named by the assertion; the file stays as it is."""
     measurement = silent_errors.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
