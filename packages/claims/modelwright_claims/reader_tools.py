@@ -13,43 +13,60 @@ Examples = Iterable[tuple[Sequence[int], Sequence[int], bool]]
 """Token ids, their labels, and whether they are a rejected answer."""
 Read = Callable[[Mapping[str, Any], Path], Examples]
 """Receives a case and a folder of its own."""
+Trainers = Mapping[str, tuple[Any, Any]]
+"""Classes of trainers and their settings by stage."""
 
 
 def file_type(case: Mapping[str, Any]) -> str:
     return "csv" if case["path"].endswith(".csv") else "json"
 
 
-def trl_reader(task: Mapping[str, Any]) -> Read:
-    from datasets import load_dataset  # pyright: ignore
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def trl_trainers() -> Trainers:
+    """Imported before the forks, because it takes longer than to read a file."""
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # pyright: ignore
 
-    classes = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
+    return {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
+
+
+def trl_examples(
+    trainers: Trainers, stage: str, task: Mapping[str, Any], data: Any, folder: Path, **settings: Any
+) -> Examples:
+    """What TRL's trainer of a stage gives its model of each record of a data set."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer_class, config_class = trainers[stage]
+    trainer = trainer_class(
+        AutoModelForCausalLM.from_pretrained(task["model"]), train_dataset=data,
+        args=config_class(
+            output_dir=str(folder / "trl"), max_length=task["row_len"], use_cpu=True, bf16=False, report_to="none",
+            **settings,
+        ),
+        processing_class=AutoTokenizer.from_pretrained(task["model"]),
+    )  # fmt: skip
+    for row in trainer.train_dataset:
+        batch = trainer.data_collator([row])
+        ids = batch["input_ids"]
+        if stage == "sft":
+            yield ids[0].tolist(), batch["labels"][0].tolist(), False
+            continue
+        labels = ids.masked_fill(batch["completion_mask"] == 0, IGNORED)
+        for place in range(len(ids)):  # of a pair, the chosen one comes first
+            is_rejected = place == 1 if stage == "dpo" else not batch["label"][place]
+            yield ids[place].tolist(), labels[place].tolist(), is_rejected
+
+
+def trl_reader(task: Mapping[str, Any]) -> Read:
+    from datasets import load_dataset  # pyright: ignore
+
+    trainers = trl_trainers()
 
     def read(case: Mapping[str, Any], folder: Path) -> Examples:
         data = load_dataset(file_type(case), data_files=case["path"], split="train")
         if case["names"]:  # by its user, as TRL maps no columns
             data = data.rename_columns({theirs: ours for ours, theirs in case["names"].items()})
-        trainer_class, config_class = classes[case["stage"]]
         has_turns = case["stage"] == "sft" and case["form"] in ("messages", "sharegpt")
-        config = config_class(
-            output_dir=str(folder), max_length=task["row_len"], use_cpu=True, bf16=False, report_to="none",
-            **({"assistant_only_loss": True} if has_turns else {}),
-        )  # fmt: skip
-        trainer = trainer_class(
-            AutoModelForCausalLM.from_pretrained(task["model"]), args=config, train_dataset=data,
-            processing_class=AutoTokenizer.from_pretrained(task["model"]),
-        )  # fmt: skip
-        for row in trainer.train_dataset:
-            batch = trainer.data_collator([row])
-            ids = batch["input_ids"]
-            if case["stage"] == "sft":
-                yield ids[0].tolist(), batch["labels"][0].tolist(), False
-                continue
-            labels = ids.masked_fill(batch["completion_mask"] == 0, IGNORED)
-            for place in range(len(ids)):
-                is_rejected = place == 1 if case["stage"] == "dpo" else not batch["label"][place]
-                yield ids[place].tolist(), labels[place].tolist(), is_rejected
+        own = {"assistant_only_loss": True} if has_turns else {}
+        yield from trl_examples(trainers, case["stage"], task, data, folder, **own)
 
     return read
 
@@ -103,9 +120,8 @@ def axolotl_reader(task: Mapping[str, Any]) -> Read:
     from axolotl.cli.config import load_cfg  # pyright: ignore
     from axolotl.common.datasets import load_datasets, load_preference_datasets  # pyright: ignore
     from axolotl.utils.dict import DictDefault  # pyright: ignore
-    from transformers import AutoTokenizer
 
-    turns = {"type": "chat_template", "message_field_training": "weight"}
+    trainers, turns = trl_trainers(), {"type": "chat_template", "message_field_training": "weight"}
     mapped = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
     labeled = {"field_prompt": "prompt", "field_completion": "completion", "field_label": "label"}
     types: Mapping[str, Mapping[str, Any]] = {
@@ -113,11 +129,6 @@ def axolotl_reader(task: Mapping[str, Any]) -> Read:
         "preference": {"type": "chatml.prompt_pairs"},
         "unpaired": {"type": {**labeled, "prompt_format": "{prompt}", "completion_format": "{completion}"}},
     }  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(task["model"])
-
-    def of_texts(prompt: str, answer: str, is_rejected: bool) -> tuple[list[int], list[int], bool]:
-        ids, count = tokenizer(prompt + answer)["input_ids"], len(tokenizer(prompt)["input_ids"])
-        return ids, [IGNORED] * count + ids[count:], is_rejected
 
     def read(case: Mapping[str, Any], folder: Path) -> Examples:
         form, names = case["form"], {"prompt": "prompt", "completion": "completion", **case["names"]}
@@ -134,12 +145,8 @@ def axolotl_reader(task: Mapping[str, Any]) -> Read:
         if not stage:
             yield from ((row["input_ids"], row["labels"], False) for row in load_datasets(cfg=config).train_dataset)
             return
-        for row in load_preference_datasets(cfg=config).train_dataset:
-            if case["stage"] == "kto":
-                yield of_texts(row["prompt"], row["completion"], not row["label"])
-            else:
-                yield of_texts(row["prompt"], row["chosen"], False)
-                yield of_texts(row["prompt"], row["rejected"], True)
+        data = load_preference_datasets(cfg=config).train_dataset
+        yield from trl_examples(trainers, case["stage"], task, data, folder)  # its trainers are made of TRL's
 
     return read
 
