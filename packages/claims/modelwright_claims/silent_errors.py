@@ -29,7 +29,7 @@ PYTHONS: Mapping[str, tuple[str, str]] = {
 }
 """The variable that names the interpreter of each other tool, and where `make reader-peers` puts it."""
 TIMEOUT_S = 1500.0
-MOST_CHARS = 120
+MOST_CHARS = 240
 OUTCOME, DOCUMENTED = "outcome, ", "documented, "
 
 
