@@ -14,7 +14,8 @@
 #             as one with AVX2 alone (or ISA=x86-64); ARGS and TUNING_ARGS are options of peers.py and tuning_peers.py; records go to BENCH=bench-here
 # make parity every parallel layout against one process
 # make prove  measure every claim (about 15 hours; it resumes) into claims-here; make prove QUICK=1 for the short
-#             form; make loading-peers before it gives litData and mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours
+#             form; make loading-peers before it gives litData and mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours;
+#             make reader-peers does so for TRL, LLaMA-Factory and Axolotl, and the claim silent_errors
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -62,7 +63,7 @@ ISA_TESTS := $(filter-out $(foreach part,ops/test_kernel_team ops/test_tensor_he
 ISA_LEFT_OUT := not build_at_once and not for_a_reason and not amid_a_look and not decide_alike and not tolerable_everywhere
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
-.PHONY: demo test test-slow test-all coverage docs wheel-check lint bench loading-peers prove parity gpu-check clean
+.PHONY: demo test test-slow test-all coverage docs wheel-check lint bench loading-peers reader-peers prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	@echo "time     $$(($$(date +%s) - $(STARTED))) s: installation"
@@ -108,6 +109,10 @@ bench: $(VENV)/.installed-peers $(BIN)/llama-server .venv-trl/.ready .venv-trl-p
 
 loading-peers: .venv-loading/.ready
 
+# Each of the three wants other versions of transformers and datasets. Where one cannot be installed, the others still are.
+reader-peers:
+	@code=0; for one in trl llamafactory axolotl; do $(MAKE) .venv-$$one/.ready || code=$$?; done; exit $$code
+
 prove: $(VENV)/.installed
 	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)
 
@@ -119,7 +124,7 @@ gpu-check:
 	PYTHONPATH=src:$(subst $(space),:,$(PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-loading .venv-cleaning build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-trl-ppo .venv-llamafactory .venv-axolotl .venv-loading .venv-cleaning build dist src/*.egg-info $(PACKAGES:%=%/build) $(PACKAGES:%=%/*.egg-info) .pytest_cache .ruff_cache .coverage .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -170,6 +175,17 @@ $(BIN)/llama-server: $(VENV)/.installed-peers
 	$(MAKE) VENV=$(@D) $(@D)/.torch
 	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft \
 		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
+	@touch $@
+
+# It imports torchaudio, whose build on the package index does not load next to a CPU build of torch; so 7 GB.
+.venv-llamafactory/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'llamafactory>=0.9.5,<0.10'
+	@touch $@
+
+.venv-axolotl/.ready: constraints.txt
+	$(MAKE) VENV=$(@D) $(@D)/.torch
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)' 'axolotl>=0.19'
 	@touch $@
 
 .venv-cleaning/.ready:

@@ -63,6 +63,7 @@ NAMES = (
     "demo_recipe",
     "data_utilization",
     "loading_latency",
+    "silent_errors",
     "dynamic_batching",
     "adaptive_augmentation",
     "ab_false_alarms",
