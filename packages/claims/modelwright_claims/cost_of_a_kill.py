@@ -53,7 +53,7 @@ class Plan:
 
 
 FULL = Plan(
-    size=Size(model_dim=192, num_layers=3, seq_len=128, batch_rows=2, num_steps=600), save_every=50, num_kills=5,
+    size=Size(model_dim=192, num_layers=2, seq_len=128, batch_rows=2, num_steps=600), save_every=50, num_kills=5,
     num_in_saves=6,
 )  # fmt: skip
 QUICK = Plan(

@@ -23,8 +23,8 @@ OURS, TRAINER = "Modelwright", "Hugging Face Trainer"
 MODEL, ROWS, BATCHES, FINAL = "model", "rows", "batches.safetensors", "final"
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 1e-3, (0.9, 0.95), 0.1, 1.0
 """The rate is constant, because schedules of libraries differ by a step."""
-Report = Callable[[int], None]
-"""Told the number of each update that is done."""
+NOT_NEEDED = ("torchao", "datasets", "peft", "scipy", "sklearn", "pandas")
+"""`transformers` imports these where they are installed. This training needs none, and starts sooner without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Task:
     save_every: int = 0
 
 
-def train_ours(task: Task, out: Path, report: Report) -> None:
+def train_ours(task: Task, out: Path, report: Callable[[int], None]) -> None:
     from modelwright.core.artifacts import StageDir
     from modelwright.data.rows.loader import PackedLoader, PackedRows
     from modelwright.model.hf import load_model, save_model
@@ -70,7 +70,8 @@ def train_ours(task: Task, out: Path, report: Report) -> None:
     save_model(model, out / FINAL)
 
 
-def train_peer(task: Task, out: Path, report: Report) -> None:
+def train_peer(task: Task, out: Path, report: Callable[[int], None]) -> None:
+    sys.modules.update(dict.fromkeys(NOT_NEEDED))  # type: ignore[arg-type]  # None: as if it were not installed
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
