@@ -24,7 +24,9 @@ WRITING = {
     OURS: ("checkpoints/step-{0:08d}.partial", "checkpoints/step-{0:08d}"),
     TRAINER: ("checkpoint-{0}", "checkpoint-{0}/trainer_state.json"),
 }
-"""What appears when a tool begins to write the checkpoint of a step, and what when it has written all of it."""
+"""What appears when a tool begins to write the checkpoint of a step, and what is there when it has written all of it:
+a folder that gets its name then, or the file that comes last.
+"""
 OUTCOMES = OLDER, WRITTEN, FAILED, OTHER = (
     "same bits from an older checkpoint",
     "same bits from the checkpoint that was being written",
@@ -101,16 +103,17 @@ def run(tool: str, task: Task, out: Path, *, kill_at: int = 0, share: float | No
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **threads}) as process,
     ):
-        late = threading.Timer(TIMEOUT_S, process.kill)
+        late, ends = threading.Timer(TIMEOUT_S, process.kill), threading.Event()
         late.start()
         if share is not None:
-            threading.Thread(target=_kill_in_save, args=(process, tool, task, out, share), daemon=True).start()
+            threading.Thread(target=_kill_in_save, args=(process.pid, ends, tool, task, out, share)).start()
         assert process.stdout is not None
         for line in process.stdout:
             step, at = json.loads(line)
             steps[step] = at
             if step == kill_at:
                 process.kill()
+        ends.set()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its counters are there until it is waited for
         ended = time.monotonic()
         written = Path(f"/proc/{process.pid}/io").read_text().partition("wchar: ")[2].split()[0]
@@ -125,18 +128,24 @@ def run(tool: str, task: Task, out: Path, *, kill_at: int = 0, share: float | No
     return Run(began=began, ended=ended, steps=steps, num_bytes=int(written), code=code, error=error, digest=digest)
 
 
-def _kill_in_save(process: subprocess.Popen[bytes], tool: str, task: Task, out: Path, share: float) -> None:
+def _kill_in_save(pid: int, ends: threading.Event, tool: str, task: Task, out: Path, share: float) -> None:
+    """ends: set when the process has ended, which it does by itself only where it fails."""
+
     def await_path(form: str, save: int) -> float:
-        path = out / form.format(save * task.save_every)
-        while not path.exists() and process.poll() is None:
-            time.sleep(POLL_S)
+        while not _is_whole(out / form.format(save * task.save_every)) and not ends.wait(POLL_S):
+            pass
         return time.monotonic()
 
-    begun, whole = WRITING[tool]
-    took_s = -await_path(begun, KILLED_SAVE - 1) + await_path(whole, KILLED_SAVE - 1)
+    begun, written = WRITING[tool]
+    took_s = -await_path(begun, KILLED_SAVE - 1) + await_path(written, KILLED_SAVE - 1)
     await_path(begun, KILLED_SAVE)
-    time.sleep(share * took_s)
-    process.kill()
+    if not ends.wait(share * took_s):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_whole(path: Path) -> bool:
+    """A file of JSON is whole when its last bracket is there."""
+    return path.is_dir() or (path.is_file() and path.read_bytes().rstrip().endswith(b"}"))
 
 
 def run_to_its_end(tool: str, task: Task) -> Run:
@@ -172,7 +181,7 @@ def kill_in_save(share: float, tool: str, task: Task, whole: Run) -> KillInSave:
     with tempfile.TemporaryDirectory(dir=task.folder) as name:
         out = Path(name)
         _killed(run(tool, task, out, share=share), tool)
-        is_half = (out / begun).exists() and not (out / written).exists()
+        is_half = (out / begun).exists() and not _is_whole(out / written)
         again = run(tool, task, out)
     if again.code:
         return KillInSave(outcome=FAILED, is_half=is_half, error=again.error.replace(f"{out}/", ""))
