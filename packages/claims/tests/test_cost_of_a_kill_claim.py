@@ -15,7 +15,19 @@ from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.cost_of_a_kill import BY_DEFAULT, HALF, IN_SAVE, KILLED, LOST, OURS, OVER, SAME, TRAINER, WHOLE
 from modelwright_claims.judging import judge
 from modelwright_claims.kill_worker import Task
-from modelwright_claims.killed_runs import FAILED, OLDER, OTHER, OUTCOMES, REDOING, REST, STALLS, STARTING, TWICE, Run
+from modelwright_claims.killed_runs import (
+    FAILED,
+    OLDER,
+    OTHER,
+    OUTCOMES,
+    REDOING,
+    REST,
+    STALLS,
+    STARTING,
+    TWICE,
+    WRITTEN,
+    Run,
+)
 
 TASK = Task(folder="", num_steps=8, batch_rows=2, seq_len=64, threads=1, save_every=2)
 
@@ -121,6 +133,43 @@ def test_a_run_that_ends_before_its_kill_or_does_not_resume_ends_the_measurement
     ):
         with pytest.raises(ModelwrightError, match=reason):
             killed_after(5, monkeypatch, tmp_path, *starts)
+
+
+@pytest.mark.parametrize(
+    ("state", "again", "digest", "outcome", "is_half"),
+    [
+        (None, range(3, 9), "weights", OLDER, True),
+        ("", range(3, 9), "weights", OLDER, True),
+        ('{"global_step": 4}\n', range(5, 9), "weights", WRITTEN, False),
+        ('{"global_s', range(5, 9), "others", OTHER, True),
+        (None, range(0), "", FAILED, True),
+    ],
+)
+def test_how_a_training_ends_that_was_killed_in_a_save(
+    state: str | None,
+    again: range,
+    digest: str,
+    outcome: str,
+    is_half: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """state: what there is of Trainer's last file when the process is killed; again: steps of the second process."""
+    first = made_up(0.0, 3.0, range(1, 5), saves_s=0.0, ends_s=0.0, code=-signal.SIGKILL)
+    whole = made_up(0.0, 3.0, range(1, 9), saves_s=0.0, ends_s=0.0)
+
+    def run(tool: str, task: Task, out: Path, *, share: float | None = None) -> Run:
+        if share is None:
+            ends = {step: float(step) for step in again}
+            return dataclasses.replace(whole, steps=ends, digest=digest, code=int(not again), error=f"no {out}/model")
+        (out / "checkpoint-4").mkdir(parents=True)
+        if state is not None:
+            (out / "checkpoint-4" / "trainer_state.json").write_text(state)
+        return first
+
+    monkeypatch.setattr(killed_runs, "run", run)
+    kill = killed_runs.kill_in_save(0.5, TRAINER, dataclasses.replace(TASK, folder=str(tmp_path)), whole)
+    assert kill == killed_runs.KillInSave(outcome=outcome, is_half=is_half, error="no model" if not again else "")
 
 
 @pytest.mark.slow
