@@ -50,6 +50,7 @@ NAMES = (
     "compressed_links",
     "topology",
     "hogwild",
+    "cost_of_a_kill",
     "efficiency_20x",
     "loss_scaling",
     "scale_to_a_loss",
