@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,9 @@ def decoding(checkout: Path, folder: Path) -> Measured:
 def decode_here(checkout: Path, out: Path) -> None:
     """The engine of the checkout, in this process: its own decoder and formats, the shapes of this file."""
     sys.path.insert(0, str(checkout / "benchmarks"))
-    import decode
     import torch
+
+    import decode
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     found = dict[str, Mapping[str, float]]()
