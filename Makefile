@@ -13,7 +13,7 @@
 #             which get environments of their own, and llama.cpp's server is compiled; it says its minutes first. make bench ISA=avx2 times a newer processor
 #             as one with AVX2 alone (or ISA=x86-64); ARGS and TUNING_ARGS are options of peers.py and tuning_peers.py; records go to BENCH=bench-here
 # make parity every parallel layout against one process
-# make prove  measure every claim (about 15 hours; it resumes) into claims-here; make prove QUICK=1 for the short
+# make prove  measure every claim (about 20 hours; it resumes) into claims-here; make prove QUICK=1 for the short
 #             form; make loading-peers before it gives litData and mosaicml-streaming an environment of their own, and the claim loading_latency then has them beside ours;
 #             make reader-peers does so for TRL, LLaMA-Factory and Axolotl, and the claim silent_errors
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded

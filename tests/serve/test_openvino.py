@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from modelwright.compress.gguf import export_gguf
 from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.config import ConfigError, ModelError
+from modelwright.data.tokenizer.chat import DEFAULT_TEMPLATE, ChatTemplate
 from modelwright.infer.engine import EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
@@ -217,3 +219,25 @@ def test_8_bit_weights(tmp_path: Path) -> None:
     config = ServeConfig(port=0, backend="openvino:q8_0", engine=ENGINE)
     with ServerThread(*load_engines(source, config), config, model_name="tiny", source=source) as server:
         assert post(server, PROMPTS[0]).json()["usage"]["completion_tokens"] == 20
+
+
+def test_openvino_reads_the_template_of_models_that_have_none(folder: Path, tmp_path: Path) -> None:
+    """With its own Jinja, as a user of an exported model has it rendered."""
+    import openvino_genai
+
+    export_gguf(folder, tmp_path / "tiny.gguf", number_format="f16", name="tiny")
+    theirs = openvino_genai.LLMPipeline(str(tmp_path / "tiny.gguf"), "CPU").get_tokenizer()
+    function = {"name": "stock", "description": "of a shelf", "parameters": {"type": "object", "properties": {}}}
+    call = {"type": "function", "function": {"name": "stock", "arguments": {"shelf": "A"}}}
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    tools = [{"type": "function", "function": function}]
+    rendered = theirs.apply_chat_template(messages, True, chat_template=DEFAULT_TEMPLATE, tools=tools)
+    ours = ChatTemplate(DEFAULT_TEMPLATE, {"bos_token": theirs.get_bos_token()}, ())
+    expected = ours.render(messages, tools=tools, add_generation_prompt=True)
+    assert rendered == expected
+    assert "How many?" in rendered

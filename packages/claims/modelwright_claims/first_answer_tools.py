@@ -1,6 +1,5 @@
 """The tools of `first_answer`, as the documentation of each installs, asks and serves, and the model that they open."""
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,6 @@ NUM_TOKENS = 16
 FOLDER, GGUF, ONNX = "model", "model.gguf", "model-onnx"
 """The same weights in the layout of Hugging Face, as one file of llama.cpp and as a folder of ONNX Runtime GenAI."""
 OURS, TRANSFORMERS, OPENVINO, ONNX_RUNTIME = "Modelwright", "transformers", "OpenVINO GenAI", "ONNX Runtime GenAI"
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-"""It renders a question as the product's own template, which the engines of OpenVINO and ONNX Runtime cannot read."""
 COMPILED, READY = "llama-cpp-python, compiled", "llama-cpp-python, ready wheel"
 
 
@@ -122,8 +116,6 @@ def write_model(folder: Path, file: str) -> None:
         # The likeliest token is then of letters alone, which no tool holds back and which end no answer.
         model.head.weight.data.zero_()[letters] = head[letters]
         save_model_folder(model, tokenizer, folder / FOLDER)
-        settings = folder / FOLDER / "tokenizer_config.json"
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
     if file == GGUF and not (folder / GGUF).exists():
         export_gguf(folder / FOLDER, folder / GGUF, number_format="f16", name=FOLDER)
     if file == ONNX:

@@ -16,11 +16,10 @@ HEADER = """# Claims
 
 The guides promise {num_promises} figures and directions. Where they stand by our own measurements: {counts}.
 
-A figure is a mean over paired repeats with one-sided 95% bounds in brackets. A promise **holds** if its claim is met
-and the bounds reach it, **in part** if they reach it and the claim asks for more, measures something smaller, or its
-record has a reservation. *Then* marks a verdict on an earlier comparison or target. A claim's name leads to samples,
-command and machine. The age has *load* or *edits* where the machine was busy or the sources differed from a commit, and
-*code* where measured definitions have changed since.
+A figure is a mean over paired repeats with one-sided 95% bounds. A promise **holds** if its claim is met and the bounds
+reach it, **in part** if the claim asks for more, measures something smaller, or its record has a reservation. *Then*: a
+verdict on an earlier comparison or target. Names lead to samples, command and machine. Age: *load* (a busy machine),
+*edits* (sources that differed from a commit), *code* (measured definitions have changed since).
 """
 _FILES_SHOWN = 4
 UNTESTED = "untested.md"

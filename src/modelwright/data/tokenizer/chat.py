@@ -44,7 +44,7 @@ DEFAULT_TEMPLATE = (
     "{% elif not (tools and loop.first and message['role'] == 'system') %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}"
-    "{% set function, arguments = call['function'], call['function']['arguments'] %}"
+    "{% set function = call['function'] %}{% set arguments = function['arguments'] %}"
     "{{ '\\n' if message['content'] or not loop.first else '' }}"
     "{{ '<tool_call>\\n{\"name\": ' + function['name'] | tojson + ', \"arguments\": ' }}"
     "{{ arguments if arguments is string else arguments | tojson }}{{ '}\\n</tool_call>' }}"
@@ -53,7 +53,9 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Calls have the form of Hermes 2 Pro, which Qwen's templates have, too."""
+"""Calls have the form of Hermes 2 Pro, which Qwen's templates have, too. Other engines read it with their own Jinja:
+OpenVINO GenAI and ONNX Runtime GenAI refuse a template that assigns two names at once.
+"""
 SHIELD = "\ufdd0"
 """A code point that Unicode reserves as a noncharacter; inserted into special tokens in a message."""
 IMAGE_MARK = "\ufdd3"
