@@ -97,7 +97,7 @@ def measure(setting: Setting) -> Measurement:
     every = {OURS: plan.save_every, OVER: 0, TRAINER: plan.save_every, BY_DEFAULT: peer["save_steps"]}
     sides = [side for side in plan.sides if TOOLS[side] == OURS or not missing]
     shares = [number / plan.num_in_saves for number in range(plan.num_in_saves)]
-    steps, own_default, errors = draw_kills(plan), TrainConfig(), dict[str, str]()
+    steps, own_default, errors = draw_kills(plan), TrainConfig(), list[str]()
 
     def add(name: str, side: str, value: float) -> None:
         samples.setdefault(f"{name}, {side}", []).append(float(value))
@@ -128,7 +128,7 @@ def measure(setting: Setting) -> Measurement:
                 for outcome in OUTCOMES:
                     add(f"{IN_SAVE}, {outcome}", tool, kill.outcome == outcome)
                 if kill.error:
-                    errors[f"last words of {tool} after a kill in a save"] = kill.error
+                    errors.append(f"{tool}: {kill.error}")
                 setting.progress.note(f"{tool}, {IN_SAVE}: {kill.outcome}")
     return Measurement(
         samples=samples,
@@ -138,7 +138,7 @@ def measure(setting: Setting) -> Measurement:
             "killed after step": ", ".join(map(str, steps)),
             "killed in a save, after this share of its time": ", ".join(f"{share:.2f}" for share in shares),
             "rivals that are not installed": f"{TRAINER} ({', '.join(missing)})" if missing else "none",
-            **errors,
+            "errors after a kill in a save": "; ".join(dict.fromkeys(errors)) or "none",
             "seconds": time.perf_counter() - started,
         },
     )
