@@ -59,7 +59,6 @@ def test_the_figures_that_are_asked_for_are_computed_or_known_to_be_missing() ->
         "cost saved, inference",
         "cost saved, training",
         "energy saved",  # no machine of ours has a meter
-        "share of a step that computing alone takes, first epoch",
     }
 
 
