@@ -1,6 +1,7 @@
 """The claims page, written from judged records: each promise of the guides with where it stands; and a page a claim."""
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -186,6 +187,7 @@ def _age_words(age: Age | None) -> str:
 
 def _measurement(claim: Claim, record: Mapping[str, Any], age: Age | None, samples: str) -> list[str]:
     conditions = "; ".join(f"{key} {value}" for key, value in record["conditions"].items())
+    conditions = re.sub(r"[\[\]<]", r"\\\g<0>", conditions)  # messages of other programs are no links and no HTML
     earlier = [
         f"- {what}, when this was measured: {record[text]}"
         for what, text in (("Statement", "statement"), ("Compared", "compared"), ("Target", "target"))
