@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+ENVIRONMENT = dict(os.environ)
+"""As it was before anything of Modelwright was imported, which sets variables."""
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOW, BEFORE = "now", "before"
@@ -124,22 +126,22 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def run(checkout: Path, *words: str | Path, folder: Path) -> float:
-    """Run a program with the packages of a checkout; returns the peak of its resident memory, or of the largest process
-    below it."""
+def run(checkout: Path, *words: str | Path, folder: Path) -> None:
+    """Run a program with the packages of a checkout, and with the variables that the checkout itself sets for programs:
+    without that, both sides would have those of this process.
+    """
     from modelwright.core.resources import num_usable_cores
 
     packages = [one.parent for one in (*checkout.glob("*/pyproject.toml"), *checkout.glob("packages/*/pyproject.toml"))]
     threads = {name: str(num_usable_cores()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "src", *packages)))}
-    command = [sys.executable, *map(str, words)]
-    with open(folder / "log.txt", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, env={**os.environ, **threads, **paths}, cwd=folder, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        last = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
-        raise SystemExit(f"{' '.join(command)} failed:\n{last}")
-    return 1024.0 * usage.ru_maxrss
+    environment, command = {**ENVIRONMENT, **threads, **paths}, [sys.executable, *map(str, words)]
+    own = [sys.executable, "-m", "modelwright.core.print_environment"]
+    printed = subprocess.run(own, env=environment, cwd=folder, capture_output=True, text=True, check=True).stdout
+    environment |= dict(word.split("=", 1) for word in printed.split())
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
 
 
 def pretraining(checkout: Path, folder: Path) -> Measured:

@@ -45,7 +45,7 @@ to four rounds pass until a replaced connection has released its descriptor."""
 SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
 """File descriptors that are not for connections: those of accepted ones that are not counted yet, and those of files.
 """
-IDLE_CONNECTIONS = 4096
+IDLE_CONNECTIONS = 1024
 """Connections in addition to those of answers that may run and wait at once."""
 NUM_REPLACEABLE = 8
 """Connections that a new one looks at, from the longest wait on, for one that it can replace. Where so many have sent
