@@ -20,8 +20,6 @@ from modelwright_claims.judging import judge
 from modelwright_claims.ledger import CLAIMS
 from modelwright_claims.results import judged_for_page, read_results, verdict_on
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 RECORDS = read_results(ROOT / "benchmarks/results")
@@ -96,6 +94,25 @@ def comparisons(samples: Mapping[str, Sequence[float]]) -> Iterator[list[float]]
                 yield [abs(a / b - 1) for a, b in zip(one, other, strict=True)]
 
 
+def against_the_faster(record: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Yields, for `half_precision_latency`, each format's seconds beside the faster FP32 of the same round."""
+    if record["name"] != "half_precision_latency":
+        return
+    samples = record["samples"]
+    for what in ("a prompt", "a decode step"):
+        of_fp32 = [samples[name] for name in samples if name.startswith("seconds, FP32") and name.endswith(what)]
+        fp32 = list(map(min, zip(*of_fp32, strict=True)))
+        for name in (name for name in samples if name.endswith(what)):
+            yield [own / fastest for own, fastest in zip(samples[name], fp32, strict=True)]
+
+
+def beside_a_step_that_computes(record: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Yields, for `loading_latency`, the share of each repeat's step that a step without loading takes."""
+    samples = record["samples"]
+    for alone in samples.get("milliseconds of a step that computes alone", ()):
+        yield from ([alone / step for step in values] for name, values in samples.items() if name.startswith("step, "))
+
+
 def beside_theory(record: Mapping[str, Any]) -> Iterator[list[float]]:
     """Yields, for each case of `zero_memory`, how far states are from theory and the planner from measured peaks."""
     if record["name"] != "zero_memory":
@@ -131,7 +148,8 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
     for name, figure in figures.items():
         wanted.setdefault(f"{figure['value']:.6g}", []).append(name)
     found = set[str]()
-    for values in itertools.chain(comparisons(record["samples"]), beside_theory(record)):
+    own_series = (one(record) for one in (against_the_faster, beside_a_step_that_computes, beside_theory))
+    for values in itertools.chain(comparisons(record["samples"]), *own_series):
         if not all(map(math.isfinite, values)):
             continue
         mean = statistics.fmean(values)
@@ -151,21 +169,34 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
     return found
 
 
-OF_SHARES = [record for record in RECORDS if record["name"] == "ab_false_alarms"]
+def hits_and_misses(record: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Yields every series of zeros and ones that a figure may be the share of."""
+    samples = record["samples"]
+    yield from (list(map(int, values)) for values in samples.values() if set(values) <= {0.0, 1.0})
+    outcomes, forms = (
+        [values for name, values in samples.items() if name.startswith(f"{start}, ")]
+        for start in ("outcome", "documented")
+    )
+    for values, chosen in itertools.product(outcomes, [*forms, *([1.0] * len(values) for values in outcomes[:1])]):
+        yield [int(one == 3) for one, is_chosen in zip(values, chosen, strict=True) if is_chosen]
 
 
-@pytest.mark.parametrize("record", OF_SHARES, ids=lambda record: record["date"])
+SHARES = ("ab_false_alarms", "silent_errors")
+OF_SHARES = [record for record in RECORDS if record["name"] in SHARES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("record", OF_SHARES, ids=lambda record: f"{record['name']}-{record['date']}")
 def test_bounds_of_shares_are_those_of_clopper_and_pearson(record: Mapping[str, Any]) -> None:
-    figures = bounded(judged_for_page(BY_NAME["ab_false_alarms"], record))
-    shares = {name: list(map(int, values)) for name, values in record["samples"].items() if set(values) <= {0.0, 1.0}}
-    of_shares = {(sum(hits), len(hits)): clopper_pearson(sum(hits), len(hits)) for hits in shares.values()}
-    checked = 0
-    for figure in figures.values():
-        for (hits, count), (low, high) in of_shares.items():
-            if math.isclose(figure["value"], 100 * hits / count):
-                assert (figure["lower"], figure["upper"]) == pytest.approx((low, high), rel=1e-9, abs=1e-9)
-                checked += 1
-    assert checked >= len(figures) >= 5
+    figures = bounded(judged_for_page(BY_NAME[record["name"]], record))
+    of_shares = {(sum(hits), len(hits)): clopper_pearson(sum(hits), len(hits)) for hits in hits_and_misses(record)}
+    for name, figure in figures.items():
+        shown = pytest.approx((figure["lower"], figure["upper"]), rel=1e-9, abs=1e-9)
+        assert any(
+            math.isclose(figure["value"], 100 * hits / count) and bounds == shown
+            for (hits, count), bounds in of_shares.items()
+        ), name
+    assert len(figures) >= 5
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda one: one["file"].removesuffix(".json"))
@@ -173,7 +204,7 @@ def test_bounds_of_means_follow_from_the_samples(record: Mapping[str, Any]) -> N
     """A figure is some comparison of two series of samples; whichever it is, its bounds are those of Student's t."""
     claim = BY_NAME[record["name"]]
     figures = bounded(judged_for_page(claim, record))
-    if record["name"] == "ab_false_alarms" or not figures:
+    if record["name"] in SHARES or not figures:
         pytest.skip("has no bounds by Student's t")
     missing = set(figures) - recomputed(record, figures)
     derived = DERIVED.get(record["name"])
@@ -204,6 +235,7 @@ def test_met_and_short_follow_from_the_parts_of_the_reason() -> None:
     assert num_misses > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS, ids=lambda one: one["file"].removesuffix(".json"))
 def test_a_record_that_lacks_something_is_judged_without_a_crash_and_never_better(record: Mapping[str, Any]) -> None:
     """Whatever is taken away, a record does not become met."""
