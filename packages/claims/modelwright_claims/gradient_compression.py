@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """Changes to the `TrainConfig`, by name. Clips were chosen on seed 0: report other seeds."""
 
 EXACT, METHOD = "exact", "shared-moment-local-3"
-BESIDE = ("bf16", "powersgd-8", "int8-local-20")
+BESIDE = ("powersgd-8", "int8-local-20")
 TARGET_REMOVED, TARGET_GAP = 98.0, 0.3
 LOSS, BYTES = "held-out loss, ", "bytes sent, "
 NUM_RANKS = 2
