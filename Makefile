@@ -99,8 +99,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-peers $(BIN)/llama-server .venv-trl/.ready .venv-trl-ppo/.ready .venv-cleaning/.ready
 	@$(BIN)/python benchmarks/performance.py --minutes
-	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute fp32 --results $(BENCH) $(ARGS)
-	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute bf16 --results $(BENCH) $(ARGS)
+	$(WITH_ISA) $(BIN)/python benchmarks/peers.py --compute fp32 bf16 --results $(BENCH) $(ARGS)
 	$(WITH_ISA) $(BIN)/python benchmarks/tuning_peers.py --trl .venv-trl/bin/python \
 		--trl-ppo .venv-trl-ppo/bin/python --results $(BENCH) $(TUNING_ARGS)
 	$(WITH_ISA) $(BIN)/modelwright prove int8 serving_qps --results $(BENCH)

@@ -7,8 +7,8 @@ them; figures are medians. That the work is equal shows in the losses: before th
 whose attention is plainly causal (`trainers/nanogpt.py`), so that its last loss is another; it is compiled. Trainers
 whose packages are not installed are left out, and the record says so.
 
-    python benchmarks/peers.py [--compute bf16] [--steps N] [--repeats N] [--threads N] [--rows N] [--only NAME ...]
-                               [--model '{"num_layers": 12, "model_dim": 768, ...}'] [--seq-len N]
+    python benchmarks/peers.py [--compute fp32 bf16] [--steps N] [--repeats N] [--threads N] [--rows N]
+                               [--only NAME ...] [--model '{"num_layers": 12, "model_dim": 768, ...}'] [--seq-len N]
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,6 +35,7 @@ from modelwright.data.rows.pack import PackConfig, pack
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.next_token import NextToken
+from modelwright.ops.matmul import is_emulated
 from modelwright.parallel.mesh import ParallelConfig, build_mesh, single
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.recipes.load import RECIPES, recipe
@@ -58,6 +59,7 @@ PACKAGES = {
 }
 """What a trainer needs besides torch and this project."""
 RESULTS = Path(__file__).parent / "results"
+Compute = Literal["fp32", "bf16"]
 
 
 def main() -> None:
@@ -65,13 +67,21 @@ def main() -> None:
     if options.worker:
         work(options.worker, Task.load(options.task), options.out)
         return
+    for compute in options.compute:
+        if compute == "bf16" and is_emulated(torch.bfloat16, torch.device(options.device)):
+            print("bf16 is left out: this processor multiplies it as FP32")
+        else:
+            compare(compute, options)
+
+
+def compare(compute: Compute, options: argparse.Namespace) -> None:
     around, started = circumstances(), time.perf_counter()
     lacking = {
         name: [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
         for name in options.only or TRAINERS
     }
     with tempfile.TemporaryDirectory(prefix="modelwright-bench-") as folder:
-        task = prepare(Path(folder), options)
+        task = prepare(Path(folder), compute, options)
         runs = measure(task, [name for name, packages in lacking.items() if not packages], options.repeats)
         model = json.loads((task.folder / "model" / "config.json").read_text())
     summary = {name: summarize(of) for name, of in runs.items()}
@@ -92,7 +102,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The same training on three trainers, side by side.")
-    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--compute", nargs="+", choices=get_args(Compute), default=["fp32"])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=4, help="untimed steps at the start, part of --steps")
     parser.add_argument("--repeats", type=int, default=3)
@@ -113,7 +123,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def prepare(folder: Path, options: argparse.Namespace) -> Task:
+def prepare(folder: Path, compute: Compute, options: argparse.Namespace) -> Task:
     """Tokenize, pack, initialize, and write down the very batches that our loader gives."""
     base = recipe(options.recipe)
     seq_len = options.seq_len or base.section(PACK).seq_len
@@ -126,7 +136,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
     save_model(model, folder / "model", eos_id=text.eos_id)
     task = Task(
         folder=folder,
-        compute=options.compute,
+        compute=compute,
         num_steps=options.steps,
         warmup_steps=options.warmup,
         batch_rows=options.rows,

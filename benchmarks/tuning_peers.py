@@ -32,6 +32,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import num_usable_cores
 from modelwright.model.decoder import Decoder, ModelConfig
 from modelwright.model.hf import save_model, save_sequence_classifier
+from modelwright.ops.matmul import is_emulated
 from modelwright_claims.results import circumstances, machine_slug
 from tuners.task import EOS, PAD, SEED, VOCABULARY, Case, Task
 
@@ -134,7 +135,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trl-ppo", type=Path, help="interpreter of an environment with trl 1.12")
     parser.add_argument("--quick", action="store_true", help="the small model in FP32, one timed update, one repeat")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[])
-    parser.add_argument("--compute", nargs="+", choices=("fp32", "bf16"), default=[])
+    parser.add_argument(
+        "--compute",
+        nargs="+",
+        choices=("fp32", "bf16"),
+        default=[],
+        help="BF16 where the processor has instructions for it, otherwise FP32",
+    )
     parser.add_argument("--only", nargs="+", choices=get_args(Case), default=list(get_args(Case)))
     parser.add_argument("--repeats", type=int, default=0, help="runs of each tuner; 0: as many as suit the size")
     parser.add_argument("--threads", type=int, default=num_usable_cores())
@@ -142,7 +149,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--show", type=Path, help="print the verdicts of a record, without measuring")
     options = parser.parse_args()
     options.sizes = options.sizes or (["8.6M"] if options.quick else list(SIZES))
-    options.compute = options.compute or (["fp32"] if options.quick else ["fp32", "bf16"])
+    is_bf16 = not options.quick and not is_emulated(torch.bfloat16, torch.device("cpu"))
+    options.compute = options.compute or ["bf16" if is_bf16 else "fp32"]
     if not options.show:
         check_interpreters(parser, options)
     return options

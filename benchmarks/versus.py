@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ENVIRONMENT = dict(os.environ)
 """As it was before anything of Modelwright was imported, which sets variables."""
@@ -144,9 +144,18 @@ def run(checkout: Path, *words: str | Path, folder: Path) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
 
 
+def compute_formats() -> Sequence[Literal["fp32", "bf16"]]:
+    """FP32, and BF16 where the processor has instructions for it."""
+    import torch
+
+    from modelwright.ops.matmul import is_emulated
+
+    return ("fp32",) if is_emulated(torch.bfloat16, torch.device("cpu")) else ("fp32", "bf16")
+
+
 def pretraining(checkout: Path, folder: Path) -> Measured:
     found = dict[str, Mapping[str, float]]()
-    for compute in ("fp32", "bf16"):
+    for compute in compute_formats():
         out, program = folder / compute, checkout / "benchmarks" / "peers.py"
         words = ("--only", "Modelwright", "--repeats", "1", "--compute", compute, "--results", out)
         run(checkout, program, *words, folder=folder)
@@ -161,18 +170,18 @@ def tuning(checkout: Path, folder: Path) -> Measured:
     from tuners.task import Task
     from tuning_peers import SIZES, UNITS, write_models
 
-    found = dict[str, Mapping[str, float]]()
+    found, compute = dict[str, Mapping[str, float]](), compute_formats()[-1]
     for name, size in SIZES.items():
         models = folder / name
         write_models(models, size)
         for case, changes in size.tasks.items():
             out, file = models / case, models / f"{case}.json"
             out.mkdir()
-            Task(folder=models, case=case, compute="bf16", threads=num_usable_cores(), **changes).save(file)
+            Task(folder=models, case=case, compute=compute, threads=num_usable_cores(), **changes).save(file)
             run(checkout, checkout / "benchmarks/tuners/work.py", file, "Modelwright", out, folder=folder)
             measured = json.loads((out / "measured.json").read_text(encoding="utf-8"))
             speed = {"speed": measured[f"{UNITS[case]}_per_s"], "peak_bytes": measured["peak_bytes"]}
-            found[f"{case.upper()}, BF16, {name}"] = speed
+            found[f"{case.upper()}, {compute.upper()}, {name}"] = speed
     return found
 
 
