@@ -43,7 +43,7 @@ class OwnEngine:
     def __init__(self, weights: str, folder: Path, threads: int) -> None:
         import torch
 
-        import modelwright.infer.engine as engine  # before torch
+        import modelwright.infer.engine as engine
         from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
         from modelwright.model.hf import load_model
 
