@@ -1,5 +1,6 @@
 """Sources: every format gives documents; every bad input gives one clear error or a counted skip."""
 
+import csv
 import errno
 import gzip
 import json
@@ -322,6 +323,20 @@ def test_csv_cells_with_separators_quotes_and_lines(tmp_path: Path) -> None:
     fails(r"t\.csv:2: is not a row of a table .* the rest of the file", path)
     path.write_text("id,body\n1,x\n")
     fails(r"t\.csv:2: has no field 'text' \(its fields: id, body\)", path)
+
+
+def test_the_limit_on_a_cell_is_no_one_elses(tmp_path: Path) -> None:
+    """It belongs to the process: importlib.metadata, too, reads tables with it."""
+    path, before = tmp_path / "t.csv", csv.field_size_limit()
+    path.write_text("id,text\n1,good\n2," + "x" * 90 + "\n3,last\n")
+    config = SourceConfig(sources=(str(path),), max_record_bytes=100, validation_fraction=0.0)
+    reading = iter(read_documents(config, report=SourceReport()))
+    assert next(reading).text == "good"
+    assert csv.field_size_limit() == before
+    assert [document.text for document in reading] == ["x" * 90, "last"]
+    path.write_text('id,text\n1,"' + "over lines\n" * 20 + '"\n')
+    fails(r"t\.csv:11: is not a row of a table \(field larger than field limit \(100\)\)", path, max_record_bytes=100)
+    assert csv.field_size_limit() == before
 
 
 def test_web_pages(tmp_path: Path) -> None:

@@ -362,8 +362,6 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
                 last = number
                 yield text
 
-    # A limit of the whole module, by default 131,072 characters; it must fit a C long, which may have 32 bits.
-    csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))
     rows, separator = lines(), "\t" if file.extension == ".tsv" else ""
     head = [next((line for line in rows if line.strip()), "")]
     if found := re.fullmatch(r"sep=([,;\t|])\s*", head[0], re.IGNORECASE):
@@ -375,15 +373,15 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
     if "".join(head).count('"') % 2:
         problem = "the first row, the names of the columns, has a quote that is not closed"
         return complain("not CSV", f"{file.name}:1", problem, "correct the quotes in the file")
-    separator = separator or max(",;\t", key=lambda one: len(_header(head, one)))
-    names = [" ".join(name.split()) for name in _header(head, separator)]
+    separator = separator or max(",;\t", key=lambda one: len(_header(head, one, limit)))
+    names = [" ".join(name.split()) for name in _header(head, separator, limit)]
     if twice := [name for name in names if name and names.count(name) > 1]:
         problem = f"has {names.count(twice[0])} columns called {twice[0]!r}"
         return complain("two columns of one name", f"{file.name}:1", problem, "rename or remove the others")
     table, first = csv.reader(rows, delimiter=separator, strict=True), last + 1
     while True:
         try:
-            row = next(table, None)
+            row = _next_row(table, limit)
         except csv.Error as error:
             way_out = f"correct the quotes in the file, or {limit.way_out} if a cell is that long"
             problem = f"is not a row of a table ({error}), so the rest of the file cannot be read"
@@ -400,9 +398,20 @@ def read_csv(file: File, complain: Complaint, limit: Limit) -> Iterator[tuple[st
             yield where, {name: cell or None for name, cell in zip(names, row, strict=True)}
 
 
-def _header(lines: Sequence[str], separator: str) -> list[str]:
+def _next_row(table: Iterator[list[str]], limit: Limit) -> list[str] | None:
+    """Returns the next row, None at the end. The limit on a cell belongs to the whole process, in which others read
+    tables, too (importlib.metadata does): it holds while this row is read. It must fit a C long, perhaps of 32 bits.
+    """
+    before = csv.field_size_limit(min(limit.max_bytes, 2**31 - 1))
     try:
-        return next(csv.reader(lines, delimiter=separator), [])
+        return next(table, None)
+    finally:
+        csv.field_size_limit(before)
+
+
+def _header(lines: Sequence[str], separator: str, limit: Limit) -> list[str]:
+    try:
+        return _next_row(csv.reader(lines, delimiter=separator), limit) or []
     except csv.Error:
         return []
 
