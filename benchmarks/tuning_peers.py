@@ -140,7 +140,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=("fp32", "bf16"),
         default=[],
-        help="BF16 where the processor has instructions for it, otherwise FP32",
+        help="default: bf16 where the processor has instructions for it, otherwise fp32",
     )
     parser.add_argument("--only", nargs="+", choices=get_args(Case), default=list(get_args(Case)))
     parser.add_argument("--repeats", type=int, default=0, help="runs of each tuner; 0: as many as suit the size")

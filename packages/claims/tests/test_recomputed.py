@@ -169,8 +169,14 @@ def recomputed(record: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any
     return found
 
 
+SILENT = 3
+"""How `silent_errors` stores that a file was read otherwise than it says, and nothing was said."""
+
+
 def hits_and_misses(record: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Yields every series of zeros and ones that a figure may be the share of."""
+    """Yields every series of zeros and ones that a figure may be the share of: samples, and which files of a form that
+    some tool documents, or of all, were silent errors.
+    """
     samples = record["samples"]
     yield from (list(map(int, values)) for values in samples.values() if set(values) <= {0.0, 1.0})
     outcomes, forms = (
@@ -178,7 +184,7 @@ def hits_and_misses(record: Mapping[str, Any]) -> Iterator[list[int]]:
         for start in ("outcome", "documented")
     )
     for values, chosen in itertools.product(outcomes, [*forms, *([1.0] * len(values) for values in outcomes[:1])]):
-        yield [int(one == 3) for one, is_chosen in zip(values, chosen, strict=True) if is_chosen]
+        yield [int(one == SILENT) for one, is_chosen in zip(values, chosen, strict=True) if is_chosen]
 
 
 SHARES = ("ab_false_alarms", "silent_errors")
