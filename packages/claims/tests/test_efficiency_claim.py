@@ -91,15 +91,15 @@ def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypa
     assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
 
 
-def test_each_stack_is_also_compared_on_a_wider_model(monkeypatch):
+def test_two_hosts_are_compared_without_the_single_ingredients(monkeypatch):
     monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
     found = scenes(quick=False)
-    assert list(found) == ["one host", "two hosts", "one host, wide", "two hosts, wide"]
-    for name in ("one host", "two hosts"):
-        whole, wide = found[name], found[f"{name}, wide"]
-        size = whole[PLAIN].size
-        size = replace(size, model_dim=2 * size.model_dim)
-        assert wide == {end: replace(whole[end], size=size) for end in (PLAIN, FULL)}
+    size = found["one host"][PLAIN].size
+    assert found["one host"] == arms_of("one host", size)
+    every = arms_of("two hosts", size)
+    assert found["two hosts"] == {name: every[name] for name in (PLAIN, "+ Muon", FULL)}
+    exact = {key: value for key, value in every[FULL].settings.items() if key != "gradient_sync"}
+    assert every["+ Muon"] == replace(every[FULL], settings=exact)
     assert {name: list(arms) for name, arms in scenes(quick=True).items()} == {
         name: [PLAIN, FULL] for name in ("one host", "two hosts")
     }

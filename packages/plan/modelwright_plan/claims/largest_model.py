@@ -63,12 +63,12 @@ class Sizes:
         )
 
 
-FULL = Sizes(width=128, seq_len=256, rows=(8, 1), limit_bytes=640 * 2**20, repeats=3, fineness=FINENESS)
+FULL = Sizes(width=128, seq_len=256, rows=(8, 1), limit_bytes=640 * 2**20, repeats=2, fineness=FINENESS)
 QUICK = Sizes(width=64, seq_len=128, rows=(4,), limit_bytes=24 * 2**20, repeats=1, fineness=3)
 
 
 def measure(setting: Setting) -> Measurement:
-    """Brackets the largest depth of each way, three times, the ways alternated."""
+    """Brackets the largest depth of each way, repeatedly, the ways alternated."""
     sizes = QUICK if setting.quick else FULL
     samples: dict[str, list[float]] = {}
     for rows in sizes.rows:
