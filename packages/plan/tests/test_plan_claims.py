@@ -72,9 +72,12 @@ def test_savings_are_judged_at_the_lower_bound_of_the_factors() -> None:
         "inference is faster by": f"2.5x: {planned_cost.SERVING_GAIN.figure} (record)", "instance": "i", "assumed": "a",
     }  # fmt: skip
     names = [planned_cost.SAVED + part for part in planned_cost.PARTS]
-    good = dict(zip(names, ([75.0, 70.0], [60.0, 55.0], [90.0, 88.0]), strict=True))
+    good = dict(zip(names, ([75.0, 70.0, 80.0], [60.0, 55.0, 65.0], [90.0, 88.0, 92.0]), strict=True))
     assert verdict(planned_cost.CLAIM, good, conditions).kind == "met"
-    assert verdict(planned_cost.CLAIM, {**good, names[0]: [75.0, 60.0]}, conditions).kind == "short"
+    short = verdict(planned_cost.CLAIM, {**good, names[0]: [75.0, 60.0, 90.0]}, conditions)
+    assert short.kind == "short"
+    shown = short.figures["cost saved, training"]
+    assert (shown.lower, shown.upper) == (60.0, 90.0)
     dropped = conditions | {
         "training is faster by": "4x: one host: faster, everything (against PyTorch's own products)"
     }

@@ -9,7 +9,6 @@ is the product's tornado: each factor and each assumption alone a quarter lower 
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +70,10 @@ def measure(setting: Setting) -> Measurement:
         return Measurement(conditions={UNTESTABLE: text})
     prices = shipped_prices()
     assumed = {**ASSUMED, TRAINING_FACTOR: training.value, SERVING_FACTOR: serving.value}
-    lowest = {**ASSUMED, TRAINING_FACTOR: training.lower, SERVING_FACTOR: serving.lower}
-    found, at_least = saved(assumed, prices), saved(lowest, prices)
-    samples: dict[str, list[float]] = {SAVED + part: [found[part], at_least[part]] for part in PARTS}
+    bounds = [(training.lower, serving.lower), (training.upper, serving.upper)]
+    found = [saved(assumed, prices)]
+    found += [saved({**ASSUMED, TRAINING_FACTOR: of, SERVING_FACTOR: other}, prices) for of, other in bounds]
+    samples: dict[str, list[float]] = {SAVED + part: [each[part] for each in found] for part in PARTS}
     for part in PARTS[:2]:
         for name, ends in swings(assumed, prices, part).items():
             samples[f"{part} saved, at the ends of: {name}"] = list(ends)
@@ -83,10 +83,11 @@ def measure(setting: Setting) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A stored figure: its value, its lower confidence bound (the value where it is missing), where it comes from."""
+    """A stored figure: its value, its confidence bounds (the value where they are missing), where it comes from."""
 
     value: float
     lower: float
+    upper: float
     origin: str
 
 
@@ -100,8 +101,8 @@ def find_factor(gain: Gain, records: Sequence[Mapping[str, Any]]) -> Factor | No
         return None
     _, date, record, figure = max(fitting, key=lambda one: one[:2])
     where = f"{gain.claim.name} on {machine_slug(record['machine'])} of {date}, commit {record['commit'][:12]}"
-    lower = figure.value if figure.lower is None else figure.lower
-    return Factor(value=figure.value, lower=lower, origin=f"{figure.value:.3g}x: {gain.figure} ({where})")
+    lower, upper = (figure.value if bound is None else bound for bound in (figure.lower, figure.upper))
+    return Factor(value=figure.value, lower=lower, upper=upper, origin=f"{figure.value:.3g}x: {gain.figure} ({where})")
 
 
 def saved(assumed: Assumptions, prices: PriceTable) -> dict[str, float]:
@@ -168,14 +169,14 @@ def _conditions(prices: PriceTable) -> Conditions:
 
 
 def judge(samples: Samples, conditions: Conditions) -> Verdict:
-    """The factors' lower bounds give those of the savings."""
+    """The factors' bounds give those of the savings."""
     judgment = Judgment()
 
     def saved_part(part: str, gain: Gain, origin: str) -> Estimate:
         if gain.figure not in origin:  # of a record from before the baseline was changed
             raise Lacks(f"a factor of {part} by the figure {gain.figure!r} of {gain.claim.name}")
-        value, lower = samples[SAVED + part]
-        return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=math.inf)
+        value, lower, upper = samples[SAVED + part]
+        return Estimate(mean=value, spread=0.0, count=2, lower=lower, upper=upper)
 
     parts = (("training", TRAINING_SAVED, TRAINING_GAIN), ("inference", INFERENCE_SAVED, SERVING_GAIN))
     for part, target, gain in parts:
