@@ -132,6 +132,7 @@ DERIVED = {
     "distillation": "share of the teacher's score, ",  # of its one score
     "forgetting": "compute of the updates to that from scratch, ",  # a sum of updates
     "gated_attention": "time of attention in decoding, ",  # a difference of two times
+    "planned_cost": "cost saved, ",  # by factors of other records, see below
     "sparse_updates": "",  # means over both texts
     "update_time": "change of ",  # the gate's own bounds over documents
 }
@@ -216,6 +217,22 @@ def test_bounds_of_means_follow_from_the_samples(record: Mapping[str, Any]) -> N
     derived = DERIVED.get(record["name"])
     assert {name for name in missing if derived is None or not name.startswith(derived)} == set()
     assert derived is not None or len(missing) < len(figures)
+
+
+def test_what_training_saves_follows_from_the_runs_of_the_other_record() -> None:
+    """A factor of x saves the share 1 - 1/x of the hours, at its mean and at both bounds."""
+    (planned,) = (
+        one for one in RECORDS if one["name"] == "planned_cost" and "training is faster by" in one["conditions"]
+        and "fastest plain loop" in one["conditions"]["training is faster by"]
+    )  # fmt: skip
+    measured = next(
+        one for one in RECORDS
+        if one["name"] == "efficiency_20x" and one["commit"][:12] in planned["conditions"]["training is faster by"]
+    )  # fmt: skip
+    plain, everything = (measured["samples"][f"one host: seconds, {arm}"] for arm in ("plain", "everything"))
+    mean, _, lower, upper = mean_bounds([slow / fast for slow, fast in zip(plain, everything, strict=True)])
+    expected = [100 * (1 - 1 / factor) for factor in (mean, lower, upper)]
+    assert planned["samples"]["saved, training"] == pytest.approx(expected, rel=1e-3)
 
 
 MISS = re.compile(
