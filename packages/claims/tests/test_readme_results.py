@@ -15,7 +15,7 @@ CLAIMS = {claim.name: claim for claim in ledger.CLAIMS}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "guides/formats.md"))
 MACHINE = "amd-epyc-2c-avx512"
-"""Of the records of `make bench`; a claim's figures are those of its newest record."""
+"""The machine whose records of `make bench` are quoted; the figures of a claim come from its newest record."""
 OLDER_MACHINE = "amd-epyc-2c-avx2"
 CONDITIONS_WITH_UNITS = {"50%"}
 """Numbers of the table that are a condition and not a figure of a record: the garbage in the stream."""
@@ -194,7 +194,8 @@ def test_the_readme_quotes_the_records() -> None:
         "{:.2f}, {:.2f} and {:.2f} times TRL".format(*(tuned[case, "95M"] for case in ("dpo", "grpo", "ppo"))),
         f"{ours['documents_per_cpu_s'] / theirs['documents_per_cpu_s']:.1f} times datatrove",
         f"{served['times the rate of llama.cpp 8 bits, INT8']:.2f} times llama.cpp; "
-        f"{served['times the naive rate, INT8']:.0f} times one request at a time",
+        f"{served['times the naive rate, INT8']:.0f} times one request at a time; "
+        f"p99 grows {served['overload: p99 of accepted answers, times that at the largest rate']:.1f}-fold in overload",
         f"{stack['one host: faster than the fastest plain loop']:.1f} times the fastest plain loop",
     ]
     rows = [line for line in README.splitlines() if line.startswith("| ") and "](" in line]
