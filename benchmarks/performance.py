@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Row:
     """How well both sides did it, where they may do it differently."""
     paired: bool = False
     """Whether the record's own ratio is the mean over pairs of runs; otherwise it is the ratio of the medians."""
+    is_limited: bool = True
+    """Whether `make bench ISA=avx2` limits the rival too. Libraries without such a setting go on with AVX-512."""
 
     @property
     def ratio(self) -> float:
@@ -54,7 +56,8 @@ HEAD = """# Speed and memory next to others
 Written from records by `make docs`; `make bench` measures all of it on your machine. Both sides of a row ran in turn in
 one measurement with equal numbers of threads. Figures are medians with the lowest and the highest run; the ratio is
 that of the medians, for engines and servers the mean over pairs of runs. **Below 1 the rival is better.** The fastest
-engine and the fastest of TRL's forms are shown.
+engine and the fastest of TRL's forms are shown. The AVX2 columns may come from a processor with AVX-512 by
+`make bench ISA=avx2`; a rival that cannot be limited in this way is marked "used AVX-512".
 
 | task | rival | AVX-512: Modelwright | rival | ratio | AVX2: Modelwright | rival | ratio | memory, MiB |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
@@ -124,6 +127,7 @@ def of_engines(record: Record) -> Iterator[Row]:
                     own=own,
                     theirs=rivals[rival],
                     paired=True,
+                    is_limited=False,
                 )
 
 
@@ -145,6 +149,7 @@ def of_servers(record: Record) -> Iterator[Row]:
             own=rates["ours INT8"],
             theirs=rates[rival],
             paired=True,
+            is_limited=rival == "naive",
         )
 
 
@@ -199,13 +204,23 @@ def middle(values: Sequence[float], quality: str = "") -> str:
     return f"{median} ({'; '.join(filter(None, [spread, quality]))})"
 
 
+def processor(record: Record) -> tuple[str, str]:
+    """Which processor a record is from; an older instruction set does not change it."""
+    return record["machine"]["processor"], record["machine"].get("model", "")
+
+
 def page(results: Path = RESULTS) -> str:
     """Returns the text of docs/performance.md. Links lead to the records as seen from there."""
     rows: dict[tuple[str, str, str], dict[str, Row]] = {}
     sources: list[str] = []
-    for (part, instruction_set), path in newest(results).items():
-        record = json.loads(path.read_text(encoding="utf-8"))
+    paths = newest(results)
+    records = {key: json.loads(path.read_text(encoding="utf-8")) for key, path in paths.items()}
+    has_avx512 = {processor(record) for (_, instruction_set), record in records.items() if instruction_set == "AVX512"}
+    for (part, instruction_set), record in records.items():
+        path = paths[part, instruction_set]
         found = list(PARTS[part](record))
+        if instruction_set != "AVX512" and processor(record) in has_avx512:
+            found = [row if row.is_limited else replace(row, quality=("", "used AVX-512")) for row in found]
         for row in found:
             rows.setdefault((part, row.task, row.rival), {})[instruction_set] = row
         if found:
@@ -218,7 +233,7 @@ def page(results: Path = RESULTS) -> str:
             ]
             sources.append(f"| {' | '.join(cells)} |")
     lines = [HEAD]
-    for (_, task, rival), sides in rows.items():
+    for (part, task, rival), sides in rows.items():
         anyone = next(iter(sides.values()))
         cells = [f"{task}, {anyone.unit}", f"{rival} {anyone.version}".strip()]
         for instruction_set in INSTRUCTION_SETS:
@@ -226,7 +241,8 @@ def page(results: Path = RESULTS) -> str:
             if row:
                 cells += [middle(row.own, row.quality[0]), middle(row.theirs, row.quality[1]), f"**{row.ratio:.2f}**"]
             else:
-                cells += ["not measured", "", ""]
+                is_measured = any(key[:2] == (part, task) and instruction_set in of for key, of in rows.items())
+                cells += ["another rival was faster" if is_measured else "not measured", "", ""]
         peaks = next((row.peaks for row in sides.values() if row.peaks), None)
         cells.append(f"{peaks[0]:,.0f} against {peaks[1]:,.0f}" if peaks else "")
         lines.append(f"| {' | '.join(cells)} |")

@@ -60,6 +60,24 @@ def test_engines_are_compared_with_the_fastest_one_by_pairs_of_runs(tmp_path: Pa
     assert "four" not in page  # there is no INT4 of ours in this record
 
 
+def test_a_rival_that_went_on_with_avx512_is_marked_and_where_another_was_faster_that_is_said(tmp_path: Path) -> None:
+    def engines(quick: float) -> dict[str, Any]:
+        own = {"decode, 1 stream, Modelwright, INT8": [100.0]}
+        return {
+            "samples": own | {"decode, 1 stream, a, 8 bits": [50.0], "decode, 1 stream, b, 8 bits": [quick]},
+            "conditions": {},
+        }
+
+    write(tmp_path, "int8-avx2", engines(90.0), date="2026-01-01", instruction_set="AVX2")
+    assert row(performance.page(tmp_path), "INT8", "| b |")[5:8] == ["100 (one run)", "90 (one run)", "**1.11**"]
+    write(tmp_path, "int8-avx512", engines(10.0), date="2026-01-01")
+    page = performance.page(tmp_path)
+    assert row(page, "INT8", "| b |")[2:8] == [
+        "another rival was faster", "", "", "100 (one run)", "90 (one run; used AVX-512)", "**1.11**",
+    ]  # fmt: skip
+    assert row(page, "INT8", "| a |")[5] == "another rival was faster"
+
+
 def test_cleaning_has_the_median_of_its_runs(tmp_path: Path) -> None:
     side = {"recall": 1.0, "precision": 0.5, "documents_per_cpu_s": 20.0}
     sides = {"modelwright": side | {"runs": [10.0, 20.0, 40.0]}, "datatrove": side | {"documents_per_cpu_s": 5.0}}
