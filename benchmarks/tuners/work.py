@@ -10,7 +10,8 @@ import resource
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+# At the end: a tuner's libraries look for packages that may be missing, and must not find benchmarks of the same name.
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 

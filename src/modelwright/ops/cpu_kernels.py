@@ -5,8 +5,8 @@ They replace chains of PyTorch operators, which remain as their references and d
 whatever the format of the tensors. Results do not depend on the number of threads, except for a norm's gradient of its
 weight. On fake tensors they allocate their results and compute nothing.
 
-Times are those of `kernels/speed.json`, by instruction set, which `benchmarks/kernels.py --write` measures and which is
-part of the source: a measurement at first use could fall into a busy moment, and hosts of one run could decide
+Times are those of `kernels/speed.json`, by instruction set, which `benchmarks/kernel_speed.py --write` measures and
+which is part of the source: a measurement at first use could fall into a busy moment, and hosts of one run could decide
 differently.
 """
 

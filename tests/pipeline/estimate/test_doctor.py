@@ -120,6 +120,6 @@ def test_survey_of_this_machine(tmp_path: Path) -> None:
     facts["kernels"] = {"instruction_set": "avx2", "used": ["norm", "attention"], "rows": speed()["avx2"]["rows"][-1:]}
     assert "used without a measurement: attention, norm" in survey_text(facts)
     facts["kernels"] = {"instruction_set": "neon", "used": [], "rows": []}
-    assert "own kernels on neon: none, not measured (benchmarks/kernels.py --write)" in survey_text(facts)
+    assert "own kernels on neon: none, not measured (benchmarks/kernel_speed.py --write)" in survey_text(facts)
     for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 thread,", "(1 thread;"):
         assert word in text

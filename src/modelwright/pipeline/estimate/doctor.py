@@ -333,7 +333,7 @@ def survey_text(facts: dict[str, Any]) -> str:
         lines.append("own kernels: none; PyTorch's operators do their work")
     elif not kernels["rows"]:
         used = ", ".join(kernels["used"]) or "none"
-        measure = "not measured (benchmarks/kernels.py --write)"
+        measure = "not measured (benchmarks/kernel_speed.py --write)"
         lines.append(f"own kernels on {kernels['instruction_set']}: {used}, {measure}")
     else:
         title = f"own kernels on {kernels['instruction_set']} against PyTorch's operators, microseconds of one thread"

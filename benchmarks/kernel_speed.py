@@ -1,8 +1,8 @@
 """Each of this package's kernels for CPUs beside the PyTorch operators that it replaces, on this processor.
 
-    python benchmarks/kernels.py [--rounds 25] [--only decode_step] [--write]
+    python benchmarks/kernel_speed.py [--rounds 25] [--only decode_step] [--write]
     export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
-    env $(python -m modelwright.core.print_environment) python benchmarks/kernels.py
+    env $(python -m modelwright.core.print_environment) python benchmarks/kernel_speed.py
 
 One thread and its own time, so that other processes disturb little; all cases and both sides alternate in every round;
 the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set;
