@@ -169,10 +169,11 @@ $(BIN)/llama-server: $(VENV)/.installed-peers
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/llama/out --parallel 2 --target llama-server
 	install build/llama/out/bin/llama-server $@
 
-# TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt.
+# TRL 1.12 is the last that has PPO. Both get the torch of constraints.txt. TRL imports requests for GRPO and does not name it;
+# transformers 5.24 no longer brings it.
 .venv-trl/.ready .venv-trl-ppo/.ready: constraints.txt
 	$(MAKE) VENV=$(@D) $(@D)/.torch
-	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft \
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt peft requests \
 		$(if $(findstring ppo,$@),'trl==1.12.*',trl)
 	@touch $@
 
