@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,12 +87,12 @@ def compare(options: argparse.Namespace) -> tuple[Mapping[str, Any], Path]:
                         for figure, value in figures.items():
                             samples.setdefault(task, {}).setdefault(figure, {}).setdefault(side, []).append(value)
                         print(f"{number + 1}/{options.repeats} {side:6} {task}: {figures['speed']:,.5g}", flush=True)
-                record = {
-                    "benchmark": "versus", "commit_before": options.commit, "repeats": number + 1, "samples": samples,
-                    "wall_s": time.perf_counter() - started, **around,
-                }  # fmt: skip
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, json.dumps(record, indent=1) + "\n")
+                    # After each task, so that one that fails in a later round does not take the others with it.
+                    wall_s = time.perf_counter() - started
+                    record = {"benchmark": "versus", "commit_before": options.commit, "repeats": number + 1, **around}
+                    record |= {"samples": samples, "wall_s": wall_s}
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(path, json.dumps(record, indent=1) + "\n")
     return record, path
 
 
@@ -121,9 +122,31 @@ def worktree(commit: str) -> Iterator[Path]:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
         try:
+            for project in project_files(folder):
+                declare_entry_points(project)
             yield folder
         finally:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def project_files(checkout: Path) -> list[Path]:
+    """The `pyproject.toml` of each package next to the main one, in the layouts of all commits."""
+    return [*checkout.glob("*/pyproject.toml"), *checkout.glob("packages/*/pyproject.toml")]
+
+
+def declare_entry_points(project: Path) -> None:
+    """Write the metadata that an installed package has next to its sources. The path leads there before the installed
+    packages of this environment, whose entry points may name what this commit does not have.
+    """
+    about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    folder = project.parent / f"{about['name'].replace('-', '_')}-{about['version']}.dist-info"
+    folder.mkdir()
+    name_and_version = f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
+    (folder / "METADATA").write_text(name_and_version, encoding="utf-8")
+    lines: list[str] = []
+    for group, entries in about.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def run(checkout: Path, *words: str | Path, folder: Path) -> None:
@@ -132,7 +155,7 @@ def run(checkout: Path, *words: str | Path, folder: Path) -> None:
     """
     from modelwright.core.resources import num_usable_cores
 
-    packages = [one.parent for one in (*checkout.glob("*/pyproject.toml"), *checkout.glob("packages/*/pyproject.toml"))]
+    packages = [one.parent for one in project_files(checkout)]
     threads = {name: str(num_usable_cores()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "src", *packages)))}
     environment, command = {**ENVIRONMENT, **threads, **paths}, [sys.executable, *map(str, words)]
