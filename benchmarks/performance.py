@@ -82,7 +82,7 @@ def of_trainers(record: Record) -> Iterator[Row]:
     peaks = {name: of["peak_bytes"] / 2**20 for name, of in record["summary"].items()}
     for rival in (name for name in speeds if name in names):
         yield Row(
-            task=f"pretraining, {record['task']['compute'].upper()}, 8.6M parameters",
+            task=f"pretraining, {record['task']['compute'].upper()}, {versus.size_of(record['model'])} parameters",
             unit="tokens/s",
             rival=rival,
             version=record["versions"].get(names[rival], ""),

@@ -184,8 +184,18 @@ def pretraining(checkout: Path, folder: Path) -> Measured:
         run(checkout, program, *words, folder=folder)
         (record,) = (json.loads(file.read_text(encoding="utf-8")) for file in out.glob("*.json"))
         of = record["summary"]["Modelwright"]
-        found[f"pretraining, {compute.upper()}, 8.6M"] = {"speed": of["tokens_per_s"], "peak_bytes": of["peak_bytes"]}
+        found[f"pretraining, {compute.upper()}, {size_of(record['model'])}"] = {
+            "speed": of["tokens_per_s"],
+            "peak_bytes": of["peak_bytes"],
+        }
     return found
+
+
+def size_of(hf_config: Mapping[str, Any]) -> str:
+    """The parameters of a model in millions: "4.8M"."""
+    from modelwright.model.hf import config_from_hf
+
+    return f"{config_from_hf(hf_config).num_parameters / 1e6:.1f}M"
 
 
 def tuning(checkout: Path, folder: Path) -> Measured:

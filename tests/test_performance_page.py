@@ -12,6 +12,12 @@ AROUND = {
     "commit": "0123456789ab", "load_at_start": [0.1, 0.2, 0.3],
 }  # fmt: skip
 
+MODEL = {
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 100, "intermediate_size": 200, "num_hidden_layers": 10,
+    "num_attention_heads": 10, "tie_word_embeddings": True,
+}  # fmt: skip
+"""1.1 million parameters: 0.1 in the embedding, 0.04 + 0.06 in each layer."""
+
 
 def write(folder: Path, name: str, record: dict[str, Any], *, date: str, instruction_set: str = "AVX512") -> None:
     machine = {"processor": "Made", "cores": 2, "instruction_set": instruction_set}
@@ -22,6 +28,7 @@ def trainers(own: list[float], rival: list[float]) -> dict[str, Any]:
     runs = {"Modelwright": own, "Hugging Face Trainer": rival}
     return {
         "task": {"compute": "fp32"},
+        "model": MODEL,
         "runs": {name: [{"tokens_per_s": speed} for speed in speeds] for name, speeds in runs.items()},
         "summary": {name: {"peak_bytes": len(name) * 2**20} for name in runs},
         "wall_s": 120.0,
@@ -38,7 +45,7 @@ def test_medians_of_the_newest_record_of_each_instruction_set(tmp_path: Path) ->
     write(tmp_path, "peers-fp32-new", trainers([300.0, 100.0, 200.0], [50.0, 100.0, 150.0]), date="2026-02-01")
     write(tmp_path, "peers-fp32-avx2", trainers([60.0], [120.0]), date="2026-01-15", instruction_set="AVX2")
     page = performance.page(tmp_path)
-    cells = row(page, "pretraining", "Hugging Face")
+    cells = row(page, "pretraining, FP32, 1.1M parameters", "Hugging Face")
     assert cells[1:5] == ["Hugging Face Trainer 5.0", "200 (100 to 300)", "100 (50 to 150)", "**2.00**"]
     assert cells[5:] == ["60 (one run)", "120 (one run)", "**0.50**", "11 against 20"]
     assert "peers-fp32-old" not in page
