@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from modelwright.model.hf import config_from_hf
 from modelwright_claims import ledger
 from modelwright_claims.results import all_figures, judged, shown_kind
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 CLAIMS = {claim.name: claim for claim in ledger.CLAIMS}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "guides/formats.md"))
-MACHINE = "amd-epyc-2c-avx512"
+MACHINE = "amd-epyc-25-17-1-2c-avx512"
 """The machine whose records of `make bench` are quoted; the figures of a claim come from its newest record."""
 OLDER_MACHINE = "amd-epyc-2c-avx2"
 CONDITIONS_WITH_UNITS = {"50%"}
@@ -182,14 +183,20 @@ def test_speeds_of_number_formats_are_those_of_the_records() -> None:
 
 def test_the_readme_quotes_the_records() -> None:
     """Each row of its table, rounded as here; it has no other row."""
-    peers = record(f"peers-bf16-{MACHINE}")["summary"]
+    trained = record(f"peers-bf16-{MACHINE}")
+    speeds = {name: summary["tokens_per_s"] for name, summary in trained["summary"].items()}
+    loop, compiled, plain = (
+        speeds["Modelwright"] / speeds[name]
+        for name in ("nanoGPT", "Hugging Face Trainer, compiled", "Hugging Face Trainer")
+    )
+    assert f"{config_from_hf(trained['model']).num_parameters / 1e6:.1f} million parameters" in README
     tuned = {(row["case"], row["size"]): row["ratio"] for row in record(f"tuning-peers-{MACHINE}")["rows"]}
     near = record("cleaning_peers-intel-r-xeon-r-processor-2c-avx512")["tasks"]["near-duplicates"]
     ours, theirs = near["modelwright"], near["datatrove"]
     assert all(ours[quality] > theirs[quality] for quality in ("recall", "precision"))
     served, stack = figures("serving_qps"), figures("efficiency_20x")
     expected = [
-        f"{peers['Modelwright']['tokens_per_s'] / peers['Hugging Face Trainer']['tokens_per_s']:.2f} times",
+        f"{loop:.2f} times nanoGPT's loop, {compiled:.2f} and {plain:.2f} times Hugging Face `Trainer`",
         f"{tuned['sft', '8.6M']:.2f} and {tuned['sft', '95M']:.2f} times TRL",
         "{:.2f}, {:.2f} and {:.2f} times TRL".format(*(tuned[case, "95M"] for case in ("dpo", "grpo", "ppo"))),
         f"{ours['documents_per_cpu_s'] / theirs['documents_per_cpu_s']:.1f} times datatrove",
