@@ -3,13 +3,17 @@
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import features
 from modelwright.data.clean.clean import clean_documents
-from modelwright.data.clean.features import FEATURES, measure
+from modelwright.data.clean.features import FEATURES, hash_words, may_have_error_sign, measure
 from modelwright.data.clean.folder import read_kept
 from modelwright.data.clean.steps.format import Format, FormatConfig
 from modelwright.data.clean.steps.quality import (
@@ -288,3 +292,24 @@ def test_code_without_a_kind_is_judged_as_code() -> None:
 def test_a_text_of_one_line_that_begins_with_the_end_of_a_word_is_a_fragment(text: str, is_cut: bool) -> None:
     document = Document(id="1", text=text, kind="prose", split="train", source="")
     assert (measure(document)[FEATURES.index("cut_end_fraction")] == 1.0) == is_cut
+
+
+@given(st.from_regex(features._ERROR_SIGN))
+@settings(max_examples=2000, deadline=None, derandomize=True)
+def test_a_text_with_a_sign_of_an_error_page_is_searched_for_them(text: str) -> None:
+    assert may_have_error_sign(text)
+
+
+class _NotIterated(dict[str, int]):
+    """Known words. To go through all of them for each text takes longer than all other features together."""
+
+    def keys(self) -> Any:
+        raise AssertionError("all known words are gone through")
+
+    __iter__ = keys
+
+
+def test_a_new_word_does_not_go_through_all_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = hash_words(["known", "new", "known"])
+    monkeypatch.setattr(features, "_cache", _NotIterated(known=int(expected[0])))
+    assert hash_words(["known", "new", "known"]).tolist() == expected.tolist()

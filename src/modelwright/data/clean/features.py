@@ -11,6 +11,7 @@ language that has no list here has few of them.
 """
 
 import math
+import operator
 import re
 import zlib
 from collections import Counter
@@ -48,7 +49,8 @@ def hash_words(words: Sequence[str]) -> NDArray[np.uint64]:
     except KeyError:
         # The finalizer of SplitMix64 (Steele et al. 2014) over length and CRC-32 of the word; never 0. Python's own
         # `hash` differs from process to process.
-        for word in set(words) - _cache.keys():
+        # Not `set(words) - _cache.keys()`, which goes through the whole cache.
+        for word in [word for word in set(words) if word not in _cache]:
             value = zlib.crc32(word.encode("utf-8", "replace")) + (len(word) << 32)
             value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
             value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -111,6 +113,7 @@ _SYMBOL = re.compile(r"[^\w\s.,;:!?'\"()\-\u2010-\u201f\u3001-\u3003\uff0c\uff1a
 _CUT_OFF = re.compile(r"\w\s*(?:\.\.\.|\u2026|\.{0,3}\s*\[?(?:read|show) more\W*)$", re.IGNORECASE)
 _LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
 _UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]")
+_ASCII_OTHERS = bytes(code for code in range(128) if not chr(code).isalpha())
 _ASCII = [chr(code) for code in range(128)]
 _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
 _ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
@@ -158,6 +161,7 @@ _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
         "es": (("un una el los las del al", "el los las y o es son en por para con un una del al"),),
     }.items()
 }
+_STARTS = {language: frozenset[str]().union(*(starts for starts, _ in of)) for language, of in _MISORDERED.items()}
 _FEWEST_PAIRS = 5
 _BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
 _SPACES = re.compile(r"[\s,;|]+")
@@ -197,6 +201,18 @@ _ERROR_SIGN = re.compile(
     r"^(?:HTTP Status |Error |Fehler )?[45]\d\d\b|^(?:nginx|openresty|Apache|cloudflare)(?:/[\d.]+)?",
     re.MULTILINE,
 )
+# Each match has one of these in lower case. To look for them takes a tenth of the pattern's time.
+_PARTS_OF_ERROR_SIGNS = (
+    "requested ", "r spelling", "try again later", "denied", "t be found", "not found", "was found at", "t be reached",
+    "took too long", "ray id", "security service", "status report", "error code", "nothing matches", "find a current",
+    "unable to service", "downtime", "error response", "administrator", "nicht gefunden", "page introuvable", "non tro",
+    "encontrada", "niet gevonden", "nie znaleziono", "inte hitta", "hittades", "startseite", "err_", "nginx",
+    "openresty", "apache", "cloudflare",
+)  # fmt: skip
+_FURTHER_PARTS_OF_ERROR_SIGNS = (
+    "не найдена", "nenalezena", "페이지를 찾을 수 없", "ページが見つかりません", "找不到", "页面不存在", "页面未找到",
+)  # fmt: skip
+"""Of texts that are not ASCII."""
 _MOST_WORDS_OF_ERROR = 150
 _ERROR_PHRASES = frozenset(phrase.lower() for phrase in _ERRORS)
 _SPEAKER = re.compile(
@@ -223,7 +239,7 @@ _REAL_WORDS = frozenset(
 """Confusions that are words themselves."""
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
 _CUT_START = re.compile(r"[a-zà-öø-ÿ,;.)\]}](?!\.\.)")
-_PIECE = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$")
+_PIECE, _PIECE_CHARS = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$"), 3
 # The end of a word, or a quotation mark that closes.
 _HEAD_PIECE = re.compile(r"[a-z]{1,2}(?=\s)|[\"'](?=[\s.,;:)])")
 _SHORT_WORDS = frozenset(
@@ -269,13 +285,16 @@ def measure(document: Document) -> list[float]:
     function_words, language = function_word_share(words)
     # In Chinese and Japanese a few characters say as much as a line of the Latin commands between them.
     head = text[:1000]
-    is_latin = len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)
+    if head.isascii():
+        is_latin = len(head.encode("ascii").translate(None, _ASCII_OTHERS)) >= 0.5 * len(head)
+    else:
+        is_latin = len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)
     raw = text[:_COMPRESSED_CHARS].encode("utf-8", "replace")
     may_be_cut_off = [line for line in lines if "..." in line or "\u2026" in line or "more" in line.lower()]
     # Pairs of different neighboring words: half are in alphabetical order in prose, all in a word list.
-    pairs = [(first, second) for first, second in pairwise(words) if first != second]
+    num_sorted, num_pairs = (sum(map(relation, words, words[1:])) for relation in (operator.lt, operator.ne))
     # Digits or exclamation marks between the letters of a word come from bad scans.
-    parts = text.split() if _BROKEN_WORD.search(text) else []
+    parts = text.split() if (num_digits or "!" in text) and _BROKEN_WORD.search(text) else []
     may_be_errors = [line for line in lines if _STATUS.search(line)]
     # Ends inside a sentence: a lower-case letter (of Latin script) first, no punctuation last, an open bracket.
     ends = body.strip()
@@ -285,12 +304,18 @@ def measure(document: Document) -> list[float]:
     confused = confused_words(language)
     num_broken = sum(_BROKEN_WORD.search(part) is not None for part in parts)
     # A few of many: the others look like words. The language of a short text may be another one.
-    num_broken += 2 * sum(word in confused for word in words) if len(words) >= _FEWEST_WORDS_OF_SCAN else 0
+    if len(words) >= _FEWEST_WORDS_OF_SCAN and not confused.isdisjoint(words):
+        num_broken += 2 * sum(word in confused for word in words)
     num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
-    num_cut += _PIECE.search(ends) is not None and words[-1] not in _LANGUAGES_OF and words[-1] not in _SHORT_WORDS
+    num_cut += (
+        _PIECE.search(ends[-_PIECE_CHARS:]) is not None
+        and words[-1] not in _LANGUAGES_OF
+        and words[-1] not in _SHORT_WORDS
+    )
     piece = _HEAD_PIECE.match(ends)
     num_cut += piece is not None and piece[0] not in _LANGUAGES_OF and piece[0] not in _HEAD_WORDS
-    num_cut = min(2, num_cut + (len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))))
+    if any(map(ends.__contains__, "([{")):
+        num_cut += len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))
     return [
         float(len(body) if body.strip() else 0),
         float(num_words),
@@ -306,7 +331,7 @@ def measure(document: Document) -> list[float]:
         function_words if words and is_latin and layout == "text" else 1.0,
         sum(_CUT_OFF.search(line) is not None for line in may_be_cut_off) / max(1, len(lines)),
         misordered_share(words, language),
-        1.0 if is_list and is_latin and layout == "text" else sum(a < b for a, b in pairs) / max(1, len(pairs)),
+        1.0 if is_list and is_latin and layout == "text" else num_sorted / max(1, num_pairs),
         num_broken / max(1, len(words)),
         record_share(lines) if has_lines else 0.0,
         max(
@@ -316,8 +341,8 @@ def measure(document: Document) -> list[float]:
         if num_words <= _MOST_WORDS_OF_ERROR
         else 0.0,
         # A line of a poem, of code or of a list may begin and end like this.
-        num_cut / 2
-        if "\n" not in ends and len(words) >= _FEWEST_WORDS_OF_CUT and not _CODE_LINE.fullmatch(ends)
+        min(2, num_cut) / 2
+        if num_cut and "\n" not in ends and len(words) >= _FEWEST_WORDS_OF_CUT and not _CODE_LINE.fullmatch(ends)
         else 0.0,
         sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / len(lines)
         if len(lines) >= _FEWEST_LINES_OF_CODE
@@ -328,12 +353,18 @@ def measure(document: Document) -> list[float]:
 def error_share(text: str) -> float:
     """Fraction of characters in the lines of a text that say what error pages do; 0 with fewer than two such signs."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    signs = {match[0].lower() for match in _ERROR_SIGN.finditer(text)}
+    signs = {match[0].lower() for match in _ERROR_SIGN.finditer(text)} if may_have_error_sign(text) else set[str]()
     signs |= {line.lower() for line in lines if line.lower().strip(" .!") in _ERROR_PHRASES}
     if len(signs) < 2:
         return 0.0
     own = [one for one in lines if _ERROR_SIGN.search(one) or one.lower().strip(" .!") in _ERROR_PHRASES]
     return sum(map(len, own)) / sum(map(len, lines))
+
+
+def may_have_error_sign(text: str) -> bool:
+    """False only where the pattern of such signs does not match."""
+    parts = _PARTS_OF_ERROR_SIGNS if text.isascii() else _PARTS_OF_ERROR_SIGNS + _FURTHER_PARTS_OF_ERROR_SIGNS
+    return any(map(text.lower().__contains__, parts)) or _STATUS.search(text) is not None
 
 
 @cache
@@ -355,9 +386,10 @@ def confused_words(language: str) -> frozenset[str]:
 def function_word_share(words: Sequence[str]) -> tuple[float, str]:
     """The largest share of words that are function words of one language, and that language."""
     totals = dict.fromkeys(_FUNCTION_WORDS, 0)
-    for word, count in Counter(words).items():
-        for language in _LANGUAGES_OF.get(word, ()):
-            totals[language] += count
+    counts = Counter(words)
+    for word in counts.keys() & _LANGUAGES_OF.keys():
+        for language in _LANGUAGES_OF[word]:
+            totals[language] += counts[word]
     most, language = max((total, language) for language, total in totals.items())
     return most / max(1, len(words)), language
 
@@ -365,10 +397,12 @@ def function_word_share(words: Sequence[str]) -> tuple[float, str]:
 def misordered_share(words: Sequence[str], language: str) -> float:
     """Fraction of articles and similar words that the next word cannot follow; one such slip does not count."""
     num_pairs = num_wrong = 0
+    any_start = _STARTS.get(language, frozenset())
+    pairs = [pair for pair in pairwise(words) if pair[0] in any_start]
     for starts, followers in _MISORDERED.get(language, ()):
-        pairs = [after for before, after in pairwise(words) if before in starts]
-        num_pairs += len(pairs)
-        num_wrong += sum(after in followers for after in pairs)
+        after_start = [after for before, after in pairs if before in starts]
+        num_pairs += len(after_start)
+        num_wrong += sum(after in followers for after in after_start)
     return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
 
 
