@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -159,8 +160,13 @@ _HINTS = {
 
 def record_type(names: Iterable[str]) -> str:
     """Returns the type of a record or table with these fields, a key of `RECORD_TYPES`; "" for another record."""
-    present = set(names)
-    return next((form.name for form in FORMS_OF_RECORDS if form.fits(present)), "")
+    return _record_type(frozenset(names))
+
+
+@lru_cache(maxsize=1024)
+def _record_type(names: frozenset[str]) -> str:
+    """The records of a file have few sets of names, and are asked for their type up to three times each."""
+    return next((form.name for form in FORMS_OF_RECORDS if form.fits(names)), "")
 
 
 def type_of_record(record: Mapping[str, Any]) -> str:
