@@ -57,9 +57,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--show", type=Path, help="print a record, without measuring")
     parser.add_argument("--decode", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--write-models", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.decode:
         decode_here(*options.decode)
+    elif options.write_models:
+        from tuning_peers import SIZES, write_models
+
+        write_models(Path(options.write_models[0]), SIZES[options.write_models[1]])
     elif options.show:
         print("\n".join(table(json.loads(options.show.read_text(encoding="utf-8")))))
     elif not options.commit:
@@ -201,12 +206,13 @@ def size_of(hf_config: Mapping[str, Any]) -> str:
 def tuning(checkout: Path, folder: Path) -> Measured:
     from modelwright.core.resources import num_usable_cores
     from tuners.task import Task
-    from tuning_peers import SIZES, UNITS, write_models
+    from tuning_peers import SIZES, UNITS
 
     found, compute = dict[str, Mapping[str, float]](), compute_formats()[-1]
     for name, size in SIZES.items():
         models = folder / name
-        write_models(models, size)
+        # In a process of its own: the peak that a process is said to have begins with that of the one that started it.
+        run(ROOT, Path(__file__), "--write-models", models, name, folder=folder)
         for case, changes in size.tasks.items():
             out, file = models / case, models / f"{case}.json"
             out.mkdir()
@@ -281,8 +287,8 @@ def serving(checkout: Path, folder: Path) -> Measured:
 
 
 def cleaning(checkout: Path, folder: Path) -> Measured:
-    """Documents per CPU-second beyond the start: the difference between two sizes."""
-    words = ("--sizes", "4000", "12000", "--folder", folder, "--results", folder / "out")
+    """Documents per CPU-second beyond the start: the difference between two sizes, both large enough for workers."""
+    words = ("--sizes", "16000", "48000", "--folder", folder, "--results", folder / "out")
     run(checkout, checkout / "benchmarks" / "clean_scale.py", *words, folder=folder)
     (file,) = (folder / "out").glob("*.json")
     small, large = json.loads(file.read_text(encoding="utf-8"))["runs"]

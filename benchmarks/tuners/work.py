@@ -6,7 +6,6 @@ Writes `OUT/measured.json`: rates, peak memory, first loss, versions.
 import importlib
 import importlib.metadata
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -28,7 +27,9 @@ TUNERS = {
 
 
 def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Resident memory. Not `ru_maxrss`, which begins with the peak of the process that started this one."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def main(task_file: Path, name: str, out: Path) -> None:
