@@ -205,7 +205,7 @@ def middle(values: Sequence[float], quality: str = "") -> str:
 
 
 def processor(record: Record) -> tuple[str, str]:
-    """Which processor a record is from; an older instruction set does not change it."""
+    """Returns the processor that a record is from; an older instruction set does not change it."""
     return record["machine"]["processor"], record["machine"].get("model", "")
 
 

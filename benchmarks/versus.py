@@ -135,7 +135,7 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def project_files(checkout: Path) -> list[Path]:
-    """The `pyproject.toml` of each package next to the main one, in the layouts of all commits."""
+    """Returns the `pyproject.toml` of each package next to the main one, in the layouts of all commits."""
     return [*checkout.glob("*/pyproject.toml"), *checkout.glob("packages/*/pyproject.toml")]
 
 
@@ -197,7 +197,7 @@ def pretraining(checkout: Path, folder: Path) -> Measured:
 
 
 def size_of(hf_config: Mapping[str, Any]) -> str:
-    """The parameters of a model in millions: "4.8M"."""
+    """Returns the number of a model's parameters in millions: "4.8M"."""
     from modelwright.model.hf import config_from_hf
 
     return f"{config_from_hf(hf_config).num_parameters / 1e6:.1f}M"

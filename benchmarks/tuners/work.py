@@ -27,7 +27,9 @@ TUNERS = {
 
 
 def peak_bytes() -> int:
-    """Resident memory. Not `ru_maxrss`, which begins with the peak of the process that started this one."""
+    """Returns the peak of resident memory. Not `ru_maxrss`, which begins with the peak of the process that started this
+    one; nor the function of `modelwright.core.resources`, which TRL's environments do not have.
+    """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

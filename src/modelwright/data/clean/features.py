@@ -212,7 +212,7 @@ _PARTS_OF_ERROR_SIGNS = (
 _FURTHER_PARTS_OF_ERROR_SIGNS = (
     "не найдена", "nenalezena", "페이지를 찾을 수 없", "ページが見つかりません", "找不到", "页面不存在", "页面未找到",
 )  # fmt: skip
-"""Of texts that are not ASCII."""
+"""Those that only a text with other characters than ASCII can have."""
 _MOST_WORDS_OF_ERROR = 150
 _ERROR_PHRASES = frozenset(phrase.lower() for phrase in _ERRORS)
 _SPEAKER = re.compile(
@@ -239,6 +239,7 @@ _REAL_WORDS = frozenset(
 """Confusions that are words themselves."""
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
 _CUT_START = re.compile(r"[a-zà-öø-ÿ,;.)\]}](?!\.\.)")
+# Two letters and the character before them: all that the pattern sees.
 _PIECE, _PIECE_CHARS = re.compile(r"(?<![\w'’.\-])[a-z]{1,2}$"), 3
 # The end of a word, or a quotation mark that closes.
 _HEAD_PIECE = re.compile(r"[a-z]{1,2}(?=\s)|[\"'](?=[\s.,;:)])")
@@ -296,8 +297,6 @@ def measure(document: Document) -> list[float]:
     # Digits or exclamation marks between the letters of a word come from bad scans.
     parts = text.split() if (num_digits or "!" in text) and _BROKEN_WORD.search(text) else []
     may_be_errors = [line for line in lines if _STATUS.search(line)]
-    # Ends inside a sentence: a lower-case letter (of Latin script) first, no punctuation last, an open bracket.
-    ends = body.strip()
     layout = layout_of(text)
     num_distinct = len(set(words))
     is_list = num_words >= _FEWEST_WORDS_OF_LIST and num_distinct >= _SHARE_OF_DISTINCT_WORDS * len(words)
@@ -306,16 +305,6 @@ def measure(document: Document) -> list[float]:
     # A few of many: the others look like words. The language of a short text may be another one.
     if len(words) >= _FEWEST_WORDS_OF_SCAN and not confused.isdisjoint(words):
         num_broken += 2 * sum(word in confused for word in words)
-    num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
-    num_cut += (
-        _PIECE.search(ends[-_PIECE_CHARS:]) is not None
-        and words[-1] not in _LANGUAGES_OF
-        and words[-1] not in _SHORT_WORDS
-    )
-    piece = _HEAD_PIECE.match(ends)
-    num_cut += piece is not None and piece[0] not in _LANGUAGES_OF and piece[0] not in _HEAD_WORDS
-    if any(map(ends.__contains__, "([{")):
-        num_cut += len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))
     return [
         float(len(body) if body.strip() else 0),
         float(num_words),
@@ -340,14 +329,29 @@ def measure(document: Document) -> list[float]:
         )
         if num_words <= _MOST_WORDS_OF_ERROR
         else 0.0,
-        # A line of a poem, of code or of a list may begin and end like this.
-        min(2, num_cut) / 2
-        if num_cut and "\n" not in ends and len(words) >= _FEWEST_WORDS_OF_CUT and not _CODE_LINE.fullmatch(ends)
-        else 0.0,
+        cut_end_share(body.strip(), words),
         sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / len(lines)
         if len(lines) >= _FEWEST_LINES_OF_CODE
         else 0.0,
     ]
+
+
+def cut_end_share(ends: str, words: Sequence[str]) -> float:
+    """Returns 0.5 for one sign and 1.0 for more that a text begins or ends inside a sentence: a lower-case letter (of
+    Latin script) first, no punctuation last, a piece of a word at either end, an open bracket. A text of several lines
+    or few words has none.
+    """
+    if "\n" in ends or len(words) < _FEWEST_WORDS_OF_CUT:
+        return 0.0
+    num_cut = (_CUT_START.match(ends) is not None) + (ends[-1:] not in _ENDS and ends[-1:].isascii())
+    if _PIECE.search(ends[-_PIECE_CHARS:]):
+        num_cut += words[-1] not in _LANGUAGES_OF and words[-1] not in _SHORT_WORDS
+    if piece := _HEAD_PIECE.match(ends):
+        num_cut += piece[0] not in _LANGUAGES_OF and piece[0] not in _HEAD_WORDS
+    if any(map(ends.__contains__, "([{")):
+        num_cut += len(_OPENED.findall(ends)) > len(_CLOSED.findall(ends))
+    # A line of a poem, of code or of a list may begin and end like this.
+    return min(2, num_cut) / 2 if num_cut and not _CODE_LINE.fullmatch(ends) else 0.0
 
 
 def error_share(text: str) -> float:
@@ -362,7 +366,7 @@ def error_share(text: str) -> float:
 
 
 def may_have_error_sign(text: str) -> bool:
-    """False only where the pattern of such signs does not match."""
+    """Returns False only for texts in which `_ERROR_SIGN` matches nowhere."""
     parts = _PARTS_OF_ERROR_SIGNS if text.isascii() else _PARTS_OF_ERROR_SIGNS + _FURTHER_PARTS_OF_ERROR_SIGNS
     return any(map(text.lower().__contains__, parts)) or _STATUS.search(text) is not None
 

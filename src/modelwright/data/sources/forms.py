@@ -165,7 +165,7 @@ def record_type(names: Iterable[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def _record_type(names: frozenset[str]) -> str:
-    """The records of a file have few sets of names, and are asked for their type up to three times each."""
+    """Remembers the types: records of a file have few sets of names, and each is looked up as often as three times."""
     return next((form.name for form in FORMS_OF_RECORDS if form.fits(names)), "")
 
 

@@ -25,7 +25,8 @@ _BY_ANCHOR = {
     anchor: [number for number, pattern in enumerate(PATTERNS) if anchor in pattern.anchors]
     for anchor in dict.fromkeys(anchor for pattern in PATTERNS for anchor in pattern.anchors)
 }
-# Anchors by a character that each of them has: most texts lack an underscore, and with it 32 anchors at once.
+# Anchors by a character that each of them has: most texts lack an underscore, and with it 32 anchors at once. Those
+# that have none of these characters are under "", which every text contains.
 _BY_CHARACTER = {
     char: tuple(anchor for anchor in _BY_ANCHOR if next((one for one in "_~@/:-." if one in anchor), "") == char)
     for char in ("", *"_~@/:-.")
