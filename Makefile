@@ -58,7 +58,7 @@ ISA_TESTS := $(filter-out $(foreach part,ops/test_kernel_team ops/test_tensor_he
 	train/precision/test_loss_scale,tests/$(part).py), \
 	$(wildcard tests/ops/test_*.py tests/train/precision/test_*.py)) \
 	tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
-	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py
+	tests/train/memory/test_checkpointing.py tests/train/test_wired_precision.py tests/serve/test_openvino.py
 # Single tests of these files for which the same holds, by parts of their names.
 ISA_LEFT_OUT := not build_at_once and not for_a_reason and not amid_a_look and not decide_alike and not tolerable_everywhere
 HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)

@@ -112,6 +112,8 @@ class OpenVino:
     """OpenVINO GenAI's continuous batching with its own defaults for precision and cache."""
 
     def __init__(self, weights: str, folder: Path, threads: int) -> None:
+        # It obeys a limit to AVX2 in its products and not in the layouts of their weights, and fails
+        os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
         import openvino_genai as genai
 
         self.version = version("openvino-genai")

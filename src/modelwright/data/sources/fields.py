@@ -127,7 +127,7 @@ class Fields(Mapping[str, Any]):
         for part in dict.fromkeys([self, *self.turns]):
             entries = [(part._names.get(name, name), value) for name, value in part.plain.items()]
             for name, value in [*entries, *part._rest.items()]:
-                if not _is_empty(value):
+                if value is not None and (value or not isinstance(value, (str, list, dict, tuple))):
                     yield part._prefix + name, value
 
     def half_pair(self, reading: Mapping[str, Any]) -> str:
@@ -180,10 +180,6 @@ class Fields(Mapping[str, Any]):
                 mapped = f"pass --data.fields '{{{meant}: {shown}}}' if it is {what}, or "
             return "field not understood", problem, f"{mapped}pass --data.ignore {shown} to learn without it"
         return None
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, (str, list, dict, tuple)) and not value)
 
 
 def is_deep(value: Any, levels: int = _MOST_LEVELS) -> bool:

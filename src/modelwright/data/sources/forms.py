@@ -208,7 +208,11 @@ class Reading:
 def read_record(fields: Fields, kind: str = "") -> Reading:
     """Reads a record of a type, by default the one recognized. Raises `ValueError`."""
     kind = kind or type_of_record(fields)
-    form = _form_of(fields, kind)
+    if kind == UNPAIRED:
+        answered = record_type(name for name, value in fields.plain.items() if value is not None)
+        form = _BY_NAME[answered] if answered and _BY_NAME[answered].takes_label else PROMPT
+    else:
+        form = _BY_NAME[kind]
     if missing := form.missing(fields.plain):
         problem = f"a record of type {kind} needs the field {missing!r}"
         raise PairError("half a preference pair", problem) if kind == PAIRED else ValueError(problem)
@@ -258,13 +262,6 @@ def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
 
 
 _PAIR = ["user", "assistant"]
-
-
-def _form_of(fields: Fields, kind: str) -> Form:
-    if kind != UNPAIRED:
-        return _BY_NAME[kind]
-    found = record_type(name for name, value in fields.plain.items() if value is not None)
-    return _BY_NAME[found] if found and _BY_NAME[found].takes_label else PROMPT
 
 
 def _label_name(record: Mapping[str, Any]) -> str:

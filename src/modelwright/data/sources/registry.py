@@ -99,12 +99,15 @@ def entries_of(filesystem: fsspec.AbstractFileSystem, folder: str, shown: str) -
             continue
         where = f"{shown.rstrip('/')}/{name}" if shown else name
         content = _read(filesystem, path, where)
+        named = cast(dict[Any, Any], content) if isinstance(content, dict) else {}
         # A folder of the library `datasets` has a file of this name, too, which describes columns by their types.
-        if name == NAMES[0] and not _is_registry(content):
+        if name == NAMES[0] and not any(
+            isinstance(one, dict) and not {"file_name", *_ELSEWHERE}.isdisjoint(one) for one in named.values()
+        ):
             continue
         if not isinstance(content, dict):
             raise DataError(f"{where}: is not a mapping of data sets; write NAME: {{file_name: FILE}} for each")
-        for key, value in cast(dict[Any, Any], content).items():
+        for key, value in named.items():
             entry = _entry(str(key), value, where)
             if entry is None:
                 left_out.append(f"{where}: {key}")
@@ -122,11 +125,6 @@ def _read(filesystem: fsspec.AbstractFileSystem, path: str, where: str) -> Any:
         return json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{where}: cannot be read ({str(error).splitlines()[0]}); correct it or remove it") from None
-
-
-def _is_registry(content: Any) -> bool:
-    entries = list(cast(dict[Any, Any], content).values()) if isinstance(content, dict) else []
-    return any(isinstance(one, dict) and ("file_name" in one or not {*_ELSEWHERE}.isdisjoint(one)) for one in entries)
 
 
 def _entry(name: str, value: Any, where: str) -> Entry | None:

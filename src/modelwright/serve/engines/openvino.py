@@ -6,6 +6,7 @@ answers. Activations and cache are FP32, as in our own engine. Needs the extra `
 
 import hashlib
 import itertools
+import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,9 @@ class OpenVinoEngine:
 
 
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:
+    # Under a limit to an older instruction set (`MODELWRIGHT_ISA`), OpenVINO 2026.4 chooses the layouts of weights for
+    # the processor and the products within the limit, and then finds no product for them. It reads the variable once.
+    os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
     try:
         import openvino_genai as genai
     except ImportError as error:
