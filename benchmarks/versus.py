@@ -6,7 +6,8 @@
 COMMIT is checked out into a temporary worktree, and both run with this interpreter and its packages. Each run is a
 process of its own; a round runs both sides, every second round in the other order. A task is *slower* (or *larger*)
 where the bound of the mean of the paired ratios lies on the wrong side of 1 by more than `TOLERANCE`. Training, tuning,
-serving and cleaning are the programs of each checkout, decoding is the same program for both.
+serving and cleaning are the programs of each checkout. Decoding is the same program for both, whose two processes take
+turns of a second: the speed of a machine that others use, too, changes within minutes.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,8 @@ TOLERANCE = 0.02
 """Slower by less than this says nothing about the code: where functions come to lie in memory moves as much."""
 STREAMS = (1, 8, 32)
 PROMPT_LEN, NUM_STEPS = 256, 64
+NUM_TURNS = 8
+"""Of each side at each task of decoding, in a round."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "4.8M": {
         "vocab_size": 8192, "num_layers": 4, "model_dim": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48,
@@ -47,6 +51,8 @@ FORMATS = ("fp32", "int8", "int4-codes")
 
 Measured = Mapping[str, Mapping[str, float]]
 """By task: its `speed`, of which more is better, and the peak of its resident memory, `peak_bytes`, where known."""
+Samples = Mapping[str, Mapping[str, Sequence[float]]]
+"""The same with one or more measurements of each figure."""
 
 
 def main() -> None:
@@ -56,11 +62,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--show", type=Path, help="print a record, without measuring")
-    parser.add_argument("--decode", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--decode", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write-models", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.decode:
-        decode_here(*options.decode)
+        decode_here(options.decode)
     elif options.write_models:
         from tuning_peers import SIZES, write_models
 
@@ -85,19 +91,20 @@ def compare(options: argparse.Namespace) -> tuple[Mapping[str, Any], Path]:
         sides = {NOW: ROOT, BEFORE: before}
         for number in range(options.repeats):
             for name in options.only:
-                for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
-                    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                        found = TASKS[name](sides[side], Path(folder))
-                    for task, figures in found.items():
-                        for figure, value in figures.items():
-                            samples.setdefault(task, {}).setdefault(figure, {}).setdefault(side, []).append(value)
-                        print(f"{number + 1}/{options.repeats} {side:6} {task}: {figures['speed']:,.5g}", flush=True)
-                    # After each task, so that one that fails in a later round does not take the others with it.
-                    wall_s = time.perf_counter() - started
-                    record = {"benchmark": "versus", "commit_before": options.commit, "repeats": number + 1, **around}
-                    record |= {"samples": samples, "wall_s": wall_s}
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(path, json.dumps(record, indent=1) + "\n")
+                turn = {side: sides[side] for side in list(sides)[:: 1 if number % 2 == 0 else -1]}
+                with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                    for side, found in TASKS[name](turn, Path(folder)):
+                        for task, figures in found.items():
+                            for figure, values in figures.items():
+                                samples.setdefault(task, {}).setdefault(figure, {}).setdefault(side, []).extend(values)
+                            speed = f"{statistics.median(figures['speed']):,.5g}"
+                            print(f"{number + 1}/{options.repeats} {side:6} {task}: {speed}", flush=True)
+                # After each task, so that one that fails in a later round does not take the others with it.
+                wall_s = time.perf_counter() - started
+                record = {"benchmark": "versus", "commit_before": options.commit, "repeats": number + 1, **around}
+                record |= {"samples": samples, "wall_s": wall_s}
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, json.dumps(record, indent=1) + "\n")
     return record, path
 
 
@@ -154,19 +161,24 @@ def declare_entry_points(project: Path) -> None:
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run(checkout: Path, *words: str | Path, folder: Path) -> None:
-    """Run a program with the packages of a checkout, and with the variables that the checkout itself sets for programs:
-    without that, both sides would have those of this process.
+def environment_of(checkout: Path, folder: Path) -> Mapping[str, str]:
+    """Returns the variables that lead to the packages of a checkout, and those that the checkout itself sets for
+    programs: without that, both sides would have those of this process.
     """
     from modelwright.core.resources import num_usable_cores
 
     packages = [one.parent for one in project_files(checkout)]
     threads = {name: str(num_usable_cores()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "src", *packages)))}
-    environment, command = {**ENVIRONMENT, **threads, **paths}, [sys.executable, *map(str, words)]
+    environment = {**ENVIRONMENT, **threads, **paths}
     own = [sys.executable, "-m", "modelwright.core.print_environment"]
     printed = subprocess.run(own, env=environment, cwd=folder, capture_output=True, text=True, check=True).stdout
-    environment |= dict(word.split("=", 1) for word in printed.split())
+    return environment | dict(word.split("=", 1) for word in printed.split())
+
+
+def run(checkout: Path, *words: str | Path, folder: Path) -> None:
+    """Run a program with the packages of a checkout."""
+    command, environment = [sys.executable, *map(str, words)], environment_of(checkout, folder)
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
@@ -224,12 +236,67 @@ def tuning(checkout: Path, folder: Path) -> Measured:
     return found
 
 
-def decoding(checkout: Path, folder: Path) -> Measured:
-    run(checkout, Path(__file__), "--decode", checkout, folder / "out.json", folder=folder)
-    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+def decoding(checkouts: Mapping[str, Path], folder: Path) -> Iterator[tuple[str, Samples]]:
+    """A process of each side, which wait for each other."""
+    with ExitStack() as stack:
+        ask = {side: stack.enter_context(decoder(checkout, folder)) for side, checkout in checkouts.items()}
+        while True:
+            names = {ask_side("next") for ask_side in ask.values()}
+            if len(names) > 1:
+                raise SystemExit(f"the two commits decode different things: {' and '.join(sorted(names))}")
+            (name,) = names
+            if not name:
+                return
+            speeds: dict[str, list[float]] = {side: [] for side in ask}
+            for turn in range(NUM_TURNS):
+                for side in list(ask)[:: 1 if turn % 2 == 0 else -1]:
+                    speeds[side].append(ask[side]("again"))
+            yield from ((side, {name: {"speed": values}}) for side, values in speeds.items())
 
 
-def decode_here(checkout: Path, out: Path) -> None:
+@contextmanager
+def decoder(checkout: Path, folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Starts `decode_here` of a checkout; yields what sends it a word and returns its answer."""
+    command = [sys.executable, str(Path(__file__)), "--decode", str(checkout)]
+    with (
+        tempfile.TemporaryFile("w+", dir=folder, errors="replace") as messages,
+        subprocess.Popen(
+            command, env=environment_of(checkout, folder), cwd=folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages,
+        ) as process,
+    ):  # fmt: skip
+
+        def ask(word: str) -> Any:
+            assert process.stdin and process.stdout
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
+            if answer := process.stdout.readline():
+                return json.loads(answer)
+            messages.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{messages.read()[-3000:]}")
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+
+
+def decode_here(checkout: Path) -> None:
+    """Answers the word "next" with the name of a further task, "" after the last, and "again" with the speed at it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries write is no answer
+    tasks = decoding_tasks(checkout)
+    measure: Callable[[], float] = float
+    for word in sys.stdin:
+        if word.strip() == "next":
+            answer, measure = next(tasks, ("", float))
+            measure()  # warms up
+        else:
+            answer = statistics.median(measure() for _ in range(3))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def decoding_tasks(checkout: Path) -> Iterator[tuple[str, Callable[[], float]]]:
     """The engine of the checkout, in this process: its own decoder and formats, the shapes of this file."""
     sys.path.insert(0, str(checkout / "benchmarks"))
     import torch
@@ -237,17 +304,14 @@ def decode_here(checkout: Path, out: Path) -> None:
     import decode
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    found = dict[str, Mapping[str, float]]()
     for shape, fields in SHAPES.items():
         for name, model in decode.models(decode.ModelConfig(**fields, tie_embeddings=False), list(FORMATS)):
             config = decode.EngineConfig(max_num_seqs=32, kv_cache_tokens=32 * 512, enable_prefix_caching=False)
             engine = decode.Engine(model.eval(), config)
             for streams in STREAMS if shape == "4.8M" else STREAMS[:1]:
-                speeds = [_decoded(engine, streams, decode.SamplingParams) for _ in range(4)][1:]
-                found[f"decode, {name}, {shape}, {streams} streams"] = {"speed": statistics.median(speeds)}
-            speeds = [_read(engine, decode.SamplingParams) for _ in range(6)][1:]
-            found[f"prompt, {name}, {shape}"] = {"speed": statistics.median(speeds)}
-    out.write_text(json.dumps(found), encoding="utf-8")
+                run_streams = partial(_decoded, engine, streams, decode.SamplingParams)
+                yield f"decode, {name}, {shape}, {streams} streams", run_streams
+            yield f"prompt, {name}, {shape}", partial(_read, engine, decode.SamplingParams)
 
 
 def _decoded(engine: Any, streams: int, params: Any) -> float:
@@ -296,10 +360,24 @@ def cleaning(checkout: Path, folder: Path) -> Measured:
     return {"cleaning, all default steps": {"speed": speed, "peak_bytes": large["rss"]}}
 
 
-TASKS: Mapping[str, Callable[[Path, Path], Measured]] = {
-    "pretraining": pretraining, "tuning": tuning, "decoding": decoding, "serving": serving, "cleaning": cleaning,
-}  # fmt: skip
-"""What is compared, in this order; each is given a checkout and an empty folder."""
+def one_after_other(
+    measure: Callable[[Path, Path], Measured], checkouts: Mapping[str, Path], folder: Path
+) -> Iterator[tuple[str, Samples]]:
+    for side, checkout in checkouts.items():
+        place = folder / side
+        place.mkdir()
+        found = measure(checkout, place)
+        yield side, {task: {figure: [value] for figure, value in of.items()} for task, of in found.items()}
+
+
+TASKS: Mapping[str, Callable[[Mapping[str, Path], Path], Iterator[tuple[str, Samples]]]] = {
+    "pretraining": partial(one_after_other, pretraining),
+    "tuning": partial(one_after_other, tuning),
+    "decoding": decoding,
+    "serving": partial(one_after_other, serving),
+    "cleaning": partial(one_after_other, cleaning),
+}
+"""What is compared, in this order; each is given the checkout of each side and an empty folder."""
 
 
 if __name__ == "__main__":
