@@ -86,7 +86,8 @@ def compare(options: argparse.Namespace) -> tuple[Mapping[str, Any], Path]:
     from modelwright_claims.results import circumstances, machine_slug
 
     around, started, samples = circumstances(), time.perf_counter(), dict[str, dict[str, dict[str, list[float]]]]()
-    path = options.results / f"versus-{options.commit[:8]}-{machine_slug(around['machine'])}.json"
+    only = "" if list(options.only) == list(TASKS) else f"-{'-'.join(options.only)}"
+    path = options.results / f"versus-{options.commit[:8]}{only}-{machine_slug(around['machine'])}.json"
     with worktree(options.commit) as before, tempfile.TemporaryDirectory(prefix="modelwright-bench-") as scratch:
         sides = {NOW: ROOT, BEFORE: before}
         for number in range(options.repeats):
@@ -267,7 +268,8 @@ def decoder(checkout: Path, folder: Path) -> Iterator[Callable[[str], Any]]:
     ):  # fmt: skip
 
         def ask(word: str) -> Any:
-            assert process.stdin and process.stdout
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(f"{word}\n")
             process.stdin.flush()
             if answer := process.stdout.readline():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelwright.model.hf import config_from_hf
-from modelwright_claims import ledger
+from modelwright_claims import ledger, results
 from modelwright_claims.results import all_figures, judged, shown_kind
 
 ROOT = Path(__file__).parents[3]
@@ -34,9 +34,11 @@ def record(name: str) -> dict[str, Any]:
 
 
 def newest(claim: str) -> dict[str, Any]:
-    """The newest record of a claim on any machine."""
-    paths = (ROOT / "benchmarks/results").glob(f"{claim}-*.json")
-    return max((json.loads(path.read_text(encoding="utf-8")) for path in paths), key=lambda found: found["date"])
+    """The newest record of a claim on any machine, as the page of claims has it."""
+    paths = sorted((ROOT / "benchmarks/results").glob(f"{claim}-*.json"))
+    found = results.newest([json.loads(path.read_text(encoding="utf-8")) for path in paths])
+    assert found, claim
+    return dict(found)
 
 
 def figures(claim: str, machine: str = "") -> dict[str, float]:
@@ -150,8 +152,8 @@ def test_the_tables_of_other_trainers_are_those_of_the_benchmark() -> None:
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
         for part in text.split("In BF16")
     ]
-    results = [record(f"peers-{compute}-{MACHINE}") for compute in ("fp32", "bf16")]
-    for rows, found in zip(tables, results, strict=True):
+    trained = [record(f"peers-{compute}-{MACHINE}") for compute in ("fp32", "bf16")]
+    for rows, found in zip(tables, trained, strict=True):
         own = found["summary"]["Modelwright"]
         assert rows[2:] == [
             [
@@ -167,7 +169,7 @@ def test_the_tables_of_other_trainers_are_those_of_the_benchmark() -> None:
         assert f"{task['num_steps']} steps of {task['batch_rows'] * task['seq_len']:,} tokens" in text
         assert f"the first {task['warmup_steps']} are not timed" in text
         assert f"commit {found['commit'][:7]}" in text
-    assert f"up to {max(one['spread'] for found in results for one in found['summary'].values()):.0%}" in text
+    assert f"up to {max(one['spread'] for found in trained for one in found['summary'].values()):.0%}" in text
 
 
 def test_speeds_of_number_formats_are_those_of_the_records() -> None:
@@ -191,7 +193,7 @@ def test_the_readme_quotes_the_records() -> None:
     )
     assert f"{config_from_hf(trained['model']).num_parameters / 1e6:.1f} million parameters" in README
     tuned = {(row["case"], row["size"]): row["ratio"] for row in record(f"tuning-peers-{MACHINE}")["rows"]}
-    near = record("cleaning_peers-intel-r-xeon-r-processor-2c-avx512")["tasks"]["near-duplicates"]
+    near = record(f"cleaning_peers-{MACHINE}")["tasks"]["near-duplicates"]
     ours, theirs = near["modelwright"], near["datatrove"]
     assert all(ours[quality] > theirs[quality] for quality in ("recall", "precision"))
     served, stack = figures("serving_qps"), figures("efficiency_20x")
