@@ -89,12 +89,7 @@ def run_words(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     """Run the request in this process or start others that do. line: the whole command line; hosts: the `LaunchConfig`,
     None for processes on this machine only.
     """
-    leading, own, settings = split_settings(words, _FLAGS)
-    if not leading and "--help" not in own:
-        raise ConfigError("run: name a recipe, a YAML file or a run directory first (modelwright recipes lists them)")
-    options = parser().parse_args([*leading[:1], *own])
-    if len(leading) > 1:
-        raise ConfigError(f"run: one target at a time, got {' '.join(leading)}")
+    options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
     from modelwright.pipeline.run_config import run_schema
@@ -183,6 +178,16 @@ def start_processes(
         is_done=partial(is_finished, config, run, only),
         say=say,
     )
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str, list[str]]]]:
+    leading, own, settings = split_settings(words, _FLAGS)
+    if not leading and "--help" not in own:
+        raise ConfigError("run: name a recipe, a YAML file or a run directory first (modelwright recipes lists them)")
+    parsed = parser().parse_args([*leading[:1], *own])
+    if len(leading) > 1:
+        raise ConfigError(f"run: one target at a time, got {' '.join(leading)}")
+    return parsed, settings
 
 
 def _summary(done: Any, request: Any, wall_s: float) -> str:
