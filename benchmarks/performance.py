@@ -37,7 +37,7 @@ class Row:
     peaks: tuple[float, float] | None = None
     """MiB of resident memory of both sides, where measured."""
     quality: tuple[str, str] = ("", "")
-    """How well both sides did it, where they may do it differently."""
+    """How both sides did it, or how well, where that may differ."""
     paired: bool = False
     """Whether the record's own ratio is the mean over pairs of runs; otherwise it is the ratio of the medians."""
     is_limited: bool = True
@@ -56,8 +56,9 @@ HEAD = """# Speed and memory next to others
 Written from records by `make docs`; `make bench` measures all of it on your machine. Both sides of a row ran in turn in
 one measurement with equal numbers of threads. Figures are medians with the lowest and the highest run; the ratio is
 that of the medians, for engines and servers the mean over pairs of runs. **Below 1 the rival is better.** The fastest
-engine and the fastest of TRL's forms are shown. The AVX2 columns may come from a processor with AVX-512 by
-`make bench ISA=avx2`; a rival that cannot be limited in this way is marked "used AVX-512".
+engine and the fastest of TRL's forms are shown; memory is that with AVX-512 where it was measured. The AVX2 columns may
+come from a processor with AVX-512 by `make bench ISA=avx2`; a rival that cannot be limited in this way is marked "used
+AVX-512".
 
 | task | rival | AVX-512: Modelwright | rival | ratio | AVX2: Modelwright | rival | ratio | memory, MiB |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
@@ -96,13 +97,15 @@ def of_tuners(record: Record) -> Iterator[Row]:
     for one in record["rows"]:
         key = f"{one['unit']}_per_s"
         yield Row(
-            task=f"{CASES.get(one['case'], one['case'].upper())}, {one['compute'].upper()}, {one['size']} parameters",
+            task=f"{CASES.get(one['case'], one['case'].upper())}, {one['size']} parameters",
             unit=f"{one['unit']}/s",
             rival=one["peer"].removesuffix(" 1.12"),
             version=one["runs"][one["peer"]][0]["versions"].get("trl", ""),
             own=[run[key] for run in one["runs"][OWN]],
             theirs=[run[key] for run in one["runs"][one["peer"]]],
             peaks=(one["summary"][OWN]["peak_bytes"] / 2**20, one["summary"][one["peer"]]["peak_bytes"] / 2**20),
+            # The fastest format of the instruction set, on both sides.
+            quality=(one["compute"].upper(), one["compute"].upper()),
         )
 
 
@@ -245,7 +248,7 @@ def page(results: Path = RESULTS) -> str:
             else:
                 is_measured = any(key[:2] == (part, task) and instruction_set in of for key, of in rows.items())
                 cells += ["another rival was faster" if is_measured else "not measured", "", ""]
-        peaks = next((row.peaks for row in sides.values() if row.peaks), None)
+        peaks = next((sides[name].peaks for name in INSTRUCTION_SETS if name in sides and sides[name].peaks), None)
         cells.append(f"{peaks[0]:,.0f} against {peaks[1]:,.0f}" if peaks else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *against_earlier(results), RECORDS, *sources]) + "\n"
