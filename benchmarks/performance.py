@@ -36,7 +36,7 @@ class Row:
     theirs: Sequence[float]
     peaks: tuple[float, float] | None = None
     """MiB of resident memory of both sides, where measured."""
-    quality: tuple[str, str] = ("", "")
+    notes: tuple[str, str] = ("", "")
     """How both sides did it, or how well, where that may differ."""
     paired: bool = False
     """Whether the record's own ratio is the mean over pairs of runs; otherwise it is the ratio of the medians."""
@@ -105,13 +105,13 @@ def of_tuners(record: Record) -> Iterator[Row]:
             theirs=[run[key] for run in one["runs"][one["peer"]]],
             peaks=(one["summary"][OWN]["peak_bytes"] / 2**20, one["summary"][one["peer"]]["peak_bytes"] / 2**20),
             # The fastest format of the instruction set, on both sides.
-            quality=(one["compute"].upper(), one["compute"].upper()),
+            notes=(one["compute"].upper(), one["compute"].upper()),
         )
 
 
 def of_engines(record: Record) -> Iterator[Row]:
-    """The fastest other engine at each load, apart for 8 and 4 bits. ONNX Runtime and llama.cpp quantize activations to
-    8 bits in both; ours with 4-bit weights does so or not.
+    """Yields the fastest other engine at each load, separately for 8 and 4 bits. ONNX Runtime and llama.cpp quantize
+    activations to 8 bits; our 4-bit weights are compared with and without that.
     """
     samples: Mapping[str, Sequence[float]] = record["samples"]
     for load in STREAMS:
@@ -174,7 +174,7 @@ def of_cleaners(record: Record) -> Iterator[Row]:
                 version=packages.get(package, ""),
                 own=rates[own],
                 theirs=rates[rival],
-                quality=(found[own], found[rival]),
+                notes=(found[own], found[rival]),
             )
 
 
@@ -201,12 +201,12 @@ def newest(results: Path) -> dict[tuple[str, str], Path]:
     return {key: path for key, (_, path) in found.items()}
 
 
-def middle(values: Sequence[float], quality: str = "") -> str:
-    """A median with the lowest and the highest value, in three digits or whole, and the quality where it is said."""
+def middle(values: Sequence[float], note: str = "") -> str:
+    """Returns a median with the lowest and the highest value, in three digits or whole, and the note."""
     three = (min(values), statistics.median(values), max(values))
     low, median, high = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in three)
     spread = f"{low} to {high}" if len(values) > 1 else "one run"
-    return f"{median} ({'; '.join(filter(None, [spread, quality]))})"
+    return f"{median} ({'; '.join(filter(None, [spread, note]))})"
 
 
 def processor(record: Record) -> tuple[str, str]:
@@ -225,7 +225,7 @@ def page(results: Path = RESULTS) -> str:
         path = paths[part, instruction_set]
         found = list(PARTS[part](record))
         if instruction_set != "AVX512" and processor(record) in has_avx512:
-            found = [row if row.is_limited else replace(row, quality=("", "used AVX-512")) for row in found]
+            found = [row if row.is_limited else replace(row, notes=("", "used AVX-512")) for row in found]
         for row in found:
             rows.setdefault((part, row.task, row.rival), {})[instruction_set] = row
         if found:
@@ -244,7 +244,7 @@ def page(results: Path = RESULTS) -> str:
         for instruction_set in INSTRUCTION_SETS:
             row = sides.get(instruction_set)
             if row:
-                cells += [middle(row.own, row.quality[0]), middle(row.theirs, row.quality[1]), f"**{row.ratio:.2f}**"]
+                cells += [middle(row.own, row.notes[0]), middle(row.theirs, row.notes[1]), f"**{row.ratio:.2f}**"]
             else:
                 is_measured = any(key[:2] == (part, task) and instruction_set in of for key, of in rows.items())
                 cells += ["another rival was faster" if is_measured else "not measured", "", ""]

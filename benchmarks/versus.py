@@ -6,8 +6,8 @@
 COMMIT is checked out into a temporary worktree, and both run with this interpreter and its packages. Each run is a
 process of its own; a round runs both sides, every second round in the other order. A task is *slower* (or *larger*)
 where the bound of the mean of the paired ratios lies on the wrong side of 1 by more than `TOLERANCE`. Training, tuning,
-serving and cleaning are the programs of each checkout. Decoding is the same program for both, whose two processes take
-turns of a second: the speed of a machine that others use, too, changes within minutes.
+serving and cleaning are the programs of each checkout. Decoding is the same program for both, and its two processes
+take turns of at most a few seconds: the speed of a machine that is shared changes within minutes.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 STREAMS = (1, 8, 32)
 PROMPT_LEN, NUM_STEPS = 256, 64
 NUM_TURNS = 8
-"""Of each side at each task of decoding, in a round."""
+"""How often each side measures each task of decoding in a round."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "4.8M": {
         "vocab_size": 8192, "num_layers": 4, "model_dim": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48,
@@ -238,7 +238,7 @@ def tuning(checkout: Path, folder: Path) -> Measured:
 
 
 def decoding(checkouts: Mapping[str, Path], folder: Path) -> Iterator[tuple[str, Samples]]:
-    """A process of each side, which wait for each other."""
+    """Starts a process for each side; at any time one of them works and the other waits."""
     with ExitStack() as stack:
         ask = {side: stack.enter_context(decoder(checkout, folder)) for side, checkout in checkouts.items()}
         while True:
@@ -270,8 +270,9 @@ def decoder(checkout: Path, folder: Path) -> Iterator[Callable[[str], Any]]:
         def ask(word: str) -> Any:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(f"{word}\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # the missing answer says it
+                process.stdin.write(f"{word}\n")
+                process.stdin.flush()
             if answer := process.stdout.readline():
                 return json.loads(answer)
             messages.seek(0)
@@ -288,7 +289,7 @@ def decode_here(checkout: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries write is no answer
     tasks = decoding_tasks(checkout)
-    measure: Callable[[], float] = float
+    measure: Callable[[], float] = float  # which returns 0.0: there is no task yet, nor after the last
     for word in sys.stdin:
         if word.strip() == "next":
             answer, measure = next(tasks, ("", float))

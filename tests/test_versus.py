@@ -72,3 +72,10 @@ def test_commits_that_decode_different_things_are_not_compared(monkeypatch: pyte
     monkeypatch.setattr(versus, "decoder", decoders({"a": ["x"], "b": ["y"]}, []))
     with pytest.raises(SystemExit, match="x and y"):
         list(versus.decoding({versus.NOW: Path("a"), versus.BEFORE: Path("b")}, tmp_path))
+
+
+def test_what_a_decoder_that_ends_wrote_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "decode.py").write_text("raise RuntimeError('no engine here')\n")
+    with versus.decoder(tmp_path, tmp_path) as ask, pytest.raises(SystemExit, match="no engine here"):
+        ask("next")

@@ -127,6 +127,7 @@ class Fields(Mapping[str, Any]):
         for part in dict.fromkeys([self, *self.turns]):
             entries = [(part._names.get(name, name), value) for name, value in part.plain.items()]
             for name, value in [*entries, *part._rest.items()]:
+                # 0 and false are values; texts, lists and objects may be empty.
                 if value is not None and (value or not isinstance(value, (str, list, dict, tuple))):
                     yield part._prefix + name, value
 

@@ -1,7 +1,8 @@
 """OpenVINO GenAI as the engine, on CPUs: `modelwright serve RUN --backend openvino`; `openvino:q8_0` for 8-bit weights.
 
 The model is written as a GGUF file, which OpenVINO reads without a conversion; its continuous batching computes the
-answers. Activations and cache are FP32, as in our own engine. Needs the extra `openvino`.
+answers. Activations and cache are FP32, as in our own engine. Needs the extra `openvino`. `MODELWRIGHT_ISA` does not
+limit OpenVINO, which uses all instructions of the processor.
 """
 
 import hashlib
@@ -195,7 +196,8 @@ class OpenVinoEngine:
 
 def _load(folder: Path, weights: GgufFormat, config: EngineConfig) -> tuple[Any, str]:
     # Under a limit to an older instruction set (`MODELWRIGHT_ISA`), OpenVINO 2026.4 chooses the layouts of weights for
-    # the processor and the products within the limit, and then finds no product for them. It reads the variable once.
+    # the processor and the products within the limit, and then finds no product for them. It reads the variable when it
+    # is loaded; PyTorch computes nothing in this process.
     os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
     try:
         import openvino_genai as genai
